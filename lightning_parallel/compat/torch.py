@@ -647,6 +647,8 @@ def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callab
 
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+SOFTMAX = torch.ops.aten._softmax
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data
 """Attention on CPU, which is missing in torch's table of operations; the operator has no public name."""
 CUDA_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 CUDA_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from math import ceil, log2
 
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster
 
-__all__ = ["collective_s", "flat_collective_s"]
+__all__ = ["collective_s", "flat_collective_s", "gradients_s"]
 
 
 def flat_collective_s(op: str, num_bytes: float, size: int, link: Link, is_ring: bool = False) -> float:
@@ -73,3 +74,23 @@ def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Clu
     # reduce-scatter in the node, all-reduce of each share across nodes, all-gather in the node
     ends_s = 2 * flat_collective_s("all_gather", num_bytes, inside, cluster.node_link)
     return min(flat_s, ends_s + flat_collective_s(op, num_bytes / inside, size // inside, cluster.link))
+
+
+def gradients_s(op: str, num_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
+    """Return the seconds of a collective of the ranks that hold the same parameters: data x context.
+
+    Args:
+        op: `all_reduce`, `all_gather` or `reduce_scatter`.
+        num_bytes: Bytes of the full tensor.
+        mesh: The axes.
+        cluster: The devices and links.
+    """
+    data, pipeline, context, tensor = mesh.shape
+    if 1 in (pipeline, data, context):
+        # Equal distances: of the context axis alone, of both axes without stages between them, or of replicas.
+        stride = pipeline * tensor if context == 1 else tensor
+        return collective_s(op, num_bytes, stride, data * context, cluster)
+    # Stages lie between the replicas, so the context axis comes first, and replicas exchange its shares.
+    among = 2 if op == "all_reduce" else 1
+    inside_s = among * collective_s("all_gather", num_bytes, tensor, context, cluster)
+    return inside_s + collective_s(op, num_bytes / context, pipeline * context * tensor, data, cluster)

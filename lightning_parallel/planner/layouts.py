@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
+from typing import NamedTuple
 
-from lightning_parallel.mesh import AXES, Mesh
+from lightning_parallel.mesh import AXES, CONTEXT, DATA, TENSOR, Mesh
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, peak_activation_bytes
 from lightning_parallel.pipeline.search import (
     Arguments,
@@ -24,11 +25,19 @@ from lightning_parallel.pipeline.search import (
     schedule_arguments,
 )
 from lightning_parallel.pipeline.simulate import Cost, simulate
-from lightning_parallel.planner.collective_costs import collective_s
+from lightning_parallel.planner.collective_costs import gradients_s
+from lightning_parallel.planner.context_costs import (
+    AttentionCosts,
+    ContextAxis,
+    context_obstacle,
+    methods_for,
+    total_s,
+)
 from lightning_parallel.planner.hardware import Cluster
 from lightning_parallel.planner.rank_memory import Held, ModelParts, RankMemory, copies_held
 from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal, most_microbatches
 from lightning_parallel.planner.shared_cores import shared_makespan_s
+from lightning_parallel.tensor.context_methods import Method
 from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["Layout", "LayoutSearch", "StepTime"]
@@ -68,6 +77,7 @@ class StepTime:
         compute: Computation of the busiest rank.
         recomputation: Second runs of layers in backward, because their activations were not kept.
         tensor: Messages of the tensor axis, between its computations.
+        context: Messages of the context axis for attention, as far as computation does not hide them.
         pipeline: Waits of the busiest rank: the bubble and transfers.
         cores: Waits for cores while other ranks use them.
         reduction: Gradient all-reduce over the replicas, as far as backward does not hide it.
@@ -78,6 +88,7 @@ class StepTime:
     compute: float = 0.0
     recomputation: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
     pipeline: float = 0.0
     cores: float = 0.0
     reduction: float = 0.0
@@ -106,6 +117,7 @@ class Layout:
         zero_stage: The lowest stage that fits: 1 shards the optimizer's state over the replicas; 2 gradients, too; 3
             also parameters.
         recomputation: The layers whose activations backward computes again; see `layers_to_recompute`.
+        method: How attention reads other positions: see `context_parallel_method`; empty without a context axis.
         memory: Bytes of the rank with the highest memory.
         memories: Bytes of each rank of the pipeline.
         step: Seconds of an optimizer step.
@@ -126,6 +138,7 @@ class Layout:
     samples: int = 0
     zero_stage: int = 0
     recomputation: str | int = "off"
+    method: str = ""
     memory: RankMemory = field(default_factory=RankMemory)
     memories: tuple[RankMemory, ...] = ()
     step: StepTime = field(default_factory=StepTime)
@@ -144,6 +157,22 @@ class Layout:
         """Sizes of the axes, such as `data 2 x pipeline 2 x tensor 2`; axes of one rank are left out."""
         sizes = {axis.removesuffix("_parallel"): self.mesh.size(axis) for axis in AXES}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+class _Setting(NamedTuple):
+    """The part of a layout that precedes its schedule.
+
+    Attributes:
+        mesh: The axes.
+        samples: Samples of a replica's batch.
+        accumulated: Batches of a replica in a step.
+        method: How attention reads other positions; None without a context axis.
+    """
+
+    mesh: Mesh
+    samples: int
+    accumulated: int
+    method: Method | None = None
 
 
 class LayoutSearch:
@@ -209,57 +238,86 @@ class LayoutSearch:
 
     def best(self, mesh: Mesh) -> Layout:
         """Return the layout of a mesh with the fastest schedule that fits, or a layout with a refusal."""
-        if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
-            return Layout(mesh, refusal="not tried, because tensor parallelism would span nodes")
-        try:
-            divided = self.rehearsal.divided(mesh.tensor_parallel)
-        except ValueError as error:
-            return Layout(mesh, refusal=_first_line(error))
-        layers = 0 if divided.stack is None else len(divided.stack.blocks)
-        if mesh.pipeline_parallel > 1 and divided.uncut:
-            return Layout(mesh, refusal=divided.uncut.partition("\n")[0])
-        if mesh.pipeline_parallel > max(layers, 1):
-            return Layout(mesh, refusal=f"{layers} layers are too few for {mesh.pipeline_parallel} stages")
+        refusal = self.obstacle(mesh)
+        if refusal:
+            return Layout(mesh, refusal=refusal)
         try:
             batches = self._batches(mesh)
+            methods = self._methods(mesh)
         except ValueError as error:
-            return Layout(mesh, refusal=str(error))
-        found = [layout for batch in batches for layout in self._with_schedules(mesh, *batch)]
+            return Layout(mesh, refusal=_first_line(error))
+        found: list[Layout] = []
+        # The fastest method first. Slower ones may need less memory.
+        for method in methods:
+            settings = [_Setting(mesh, *batch, method) for batch in batches]
+            found += [layout for setting in settings for layout in self._with_schedules(setting)]
+            if any(not layout.refusal for layout in found):
+                break
         if not found:
             uncut = self.rehearsal.divided(mesh.tensor_parallel).uncut
             return Layout(mesh, refusal=uncut.partition("\n")[0] or "no schedule can be built for this layout")
         # If no layout fits, the layout that needs the least memory tells most.
         return min(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
-    def _with_schedules(self, mesh: Mesh, samples: int, accumulated: int) -> list[Layout]:
-        """Return the predicted layouts of a mesh, best first.
+    def obstacle(self, mesh: Mesh) -> str:
+        """Return why the model cannot be divided over a mesh, whatever the batch and the memory; empty if it can."""
+        if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
+            return "not tried, because tensor parallelism would span nodes"
+        try:
+            divided = self.rehearsal.divided(mesh.tensor_parallel)
+            # The search tries a context axis only where the same mesh without it can be divided.
+            attention = self._attention(mesh) if mesh.context_parallel > 1 else AttentionCosts()
+        except ValueError as error:
+            return _first_line(error)
+        layers = 0 if divided.stack is None else len(divided.stack.blocks)
+        if mesh.pipeline_parallel > 1 and divided.uncut:
+            return divided.uncut.partition("\n")[0]
+        if mesh.pipeline_parallel > max(layers, 1):
+            return f"{layers} layers are too few for {mesh.pipeline_parallel} stages"
+        return context_obstacle(attention, mesh.context_parallel)
 
-        Args:
-            mesh: The axes.
-            samples: Samples of a replica's batch.
-            accumulated: Batches of a replica in a step.
-        """
+    def _attention(self, mesh: Mesh) -> AttentionCosts:
+        return self.rehearsal.attention(mesh.tensor_parallel, self.recomputation)
+
+    def _methods(self, mesh: Mesh) -> list[Method | None]:
+        """Return the methods of attention by the seconds of their messages, for all samples of a batch."""
+        if mesh.context_parallel == 1:
+            return [None]
+        attention = self._attention(mesh)
+        known: dict[Method | None, float] = {
+            method: total_s(self._axis(mesh, method).messages(attention, 1.0))
+            for method in methods_for(attention, mesh.context_parallel)
+        }
+        return sorted(known, key=known.__getitem__)
+
+    def _axis(self, mesh: Mesh, method: Method) -> ContextAxis:
+        return ContextAxis(method, mesh.context_parallel, mesh.tensor_parallel, self.cluster)
+
+    def _with_schedules(self, setting: _Setting) -> list[Layout]:
+        """Return the predicted layouts of a setting, best first."""
+        mesh, samples, accumulated, _ = setting
         ranks = mesh.pipeline_parallel
         most = most_microbatches(self.rehearsal.module, samples)
         counts = []
         refused = []
         for count in [1] if ranks == 1 else self.microbatches or microbatch_counts(ranks, most):
             try:
-                self._costs(mesh.tensor_parallel, samples, count)
+                self._costs(setting, count)
             except ValueError as error:  # a step may fail for few samples
                 refused.append(Layout(mesh, refusal=_first_line(error)))
             else:
                 counts.append(count)
         if not counts:
             return refused
-        workload = self._workload(mesh, samples, counts[0])
-        predicted = partial(self._predicted, mesh, workload, samples, accumulated)
+        workload = self._workload(setting, counts[0])
+        predicted = partial(self._predicted, setting, workload)
         if ranks == 1:
             return best_first([("1f1b", 1, 1, 1, None)], predicted)
         arguments = schedule_arguments(ranks, counts, len(workload.layers), workload.passes, schedules=self.schedules)
         return best_first(arguments, predicted, partial(self._bound_s, mesh, workload, accumulated)) or refused
 
-    def _workload(self, mesh: Mesh, samples: int, microbatches: int) -> Workload:
+    def _workload(self, setting: _Setting, microbatches: int) -> Workload:
+        mesh = setting.mesh
         tensor = mesh.tensor_parallel
         stack = self.rehearsal.divided(tensor).stack
         passes = 1 if stack is None or mesh.pipeline_parallel == 1 else stack.passes_over(mesh.pipeline_parallel)
@@ -269,7 +327,7 @@ class LayoutSearch:
         half_share = sum(held, Held()).half_share
         # In host memory, the state does not count.
         copies = 2.0 if self.offloads else self.copies
-        copies = copies_held(copies, mesh.data_parallel, self._zero_stages(mesh)[-1], half_share)
+        copies = copies_held(copies, _alike(mesh), self._zero_stages(mesh)[-1], half_share)
         sizes = [copies * one.trained_bytes + one.frozen_bytes for one in held]
         # A rank holds a layer once, however often the layer is called.
         in_pass = len(parts.layers) // passes
@@ -277,7 +335,7 @@ class LayoutSearch:
 
         @cache
         def rehearsed(count: int) -> Costs:
-            parts = self._costs(tensor, samples, count).together.parts
+            parts = self._costs(setting, count).together.parts
             first, *layers, last = (replace(cost, resident_bytes=size) for cost, size in zip(parts, sizes))
             return Costs(tuple(layers), first, last)
 
@@ -288,8 +346,8 @@ class LayoutSearch:
             costs.epilogue,
             measured_microbatches=microbatches,
             overhead_s=self.action_s if mesh.pipeline_parallel > 1 else 0.0,
-            # Neighbouring stages are as many ranks apart as the tensor axis has ranks.
-            link=self.cluster.link_of(tensor, mesh.pipeline_parallel),
+            # Neighbouring stages are as many ranks apart as a stage has ranks.
+            link=self.cluster.link_of(tensor * mesh.context_parallel, mesh.pipeline_parallel),
             passes=passes,
             spare_bytes=self.cluster.device.reserved_bytes + max(one.largest_bytes for one in held),
             rehearsed=rehearsed,
@@ -328,55 +386,52 @@ class LayoutSearch:
         work_s = microbatches * sum(workload.work_s(name, ranks, stages))
         held = self._parts_of(mesh.tensor_parallel).held(counts, SCHEDULES[name].stage_ranks(ranks, chunks))
         ends_s = min(self._ends_s(mesh, held, 0.0, zero_stage) for zero_stage in self._zero_stages(mesh))
-        shared_s = work_s * mesh.data_parallel * mesh.tensor_parallel / self._cores
+        shared_s = work_s * _copies(mesh) / self._cores
         step_s = max(workload.bound_s(arguments), shared_s) + self._crowd(mesh) * self.step_s
         return accumulated * step_s + sum(ends_s)
 
-    def _predicted(
-        self, mesh: Mesh, workload: Workload, samples: int, accumulated: int, schedule: Schedule
-    ) -> tuple[Rank, Layout]:
+    def _predicted(self, setting: _Setting, workload: Workload, schedule: Schedule) -> tuple[Rank, Layout]:
         """Predict a layout with a schedule; a layout that fits only with other split points gets these."""
         cut = workload.cut(schedule)
-        layout = self._layout(mesh, workload, samples, accumulated, schedule, *cut)
-        if layout.refusal and mesh.pipeline_parallel > 1:
+        layout = self._layout(setting, workload, schedule, *cut)
+        if layout.refusal and setting.mesh.pipeline_parallel > 1:
             try:
                 cut = workload.cut(schedule, self.cluster.memory_bytes)
             except ValueError:
                 pass  # no split fits: the layout says how much memory is missing
             else:
-                layout = self._layout(mesh, workload, samples, accumulated, schedule, *cut)
+                layout = self._layout(setting, workload, schedule, *cut)
         return rank_of(schedule, not layout.refusal, layout.step.total, layout.memory.total), layout
 
     def _layout(
-        self,
-        mesh: Mesh,
-        workload: Workload,
-        samples: int,
-        accumulated: int,
-        schedule: Schedule,
-        counts: tuple[int, ...],
-        stages: list[Cost],
+        self, setting: _Setting, workload: Workload, schedule: Schedule, counts: tuple[int, ...], stages: list[Cost]
     ) -> Layout:
-        tensor = mesh.tensor_parallel
-        costs = self._costs(tensor, samples, schedule.num_microbatches)
+        mesh, samples, accumulated, method = setting
+        costs = self._costs(setting, schedule.num_microbatches)
         makespan_s = self._makespan_s(schedule, workload, stages)
         crowd = self._crowd(mesh)
         shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, workload, stages, makespan_s)
         work = workload.work_s(schedule.name, schedule.num_ranks, stages)
         busiest = max(range(len(work)), key=work.__getitem__)
         # The kinds of a step follow the busiest rank alone, because the other ranks wait for it.
-        messages = costs.messages.per_stage(counts)
-        tensor_s = schedule.num_microbatches * sum(messages[stage].total_s for stage in schedule.stages_of(busiest))
+
+        def on_busiest_s(parts: Costs) -> float:
+            of_stages = parts.per_stage(counts)
+            return schedule.num_microbatches * sum(of_stages[stage].total_s for stage in schedule.stages_of(busiest))
+
+        tensor_s = on_busiest_s(costs.messages)
+        context_s = 0.0 if costs.context is None else on_busiest_s(costs.context)
         busy_s = schedule.num_microbatches * work[busiest]
-        held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
+        held = self._parts_of(mesh.tensor_parallel).held(counts, schedule.stage_ranks)
         zero_stage, memories = self._memories(mesh, schedule, stages, costs.compute.epilogue, held, accumulated)
         reduction_s, optimizer_s = self._ends_s(mesh, held, busy_s / 2, zero_stage)
         again = costs.compute.per_stage(counts)
         again_s = schedule.num_microbatches * sum(again[stage].again_s for stage in schedule.stages_of(busiest))
         step = StepTime(
-            accumulated * (busy_s - tensor_s - again_s),
+            accumulated * (busy_s - tensor_s - context_s - again_s),
             accumulated * again_s,
             accumulated * tensor_s,
+            accumulated * context_s,
             accumulated * max(0.0, makespan_s - busy_s),
             accumulated * (shared_s - makespan_s),
             reduction_s,
@@ -394,33 +449,38 @@ class LayoutSearch:
             samples * mesh.data_parallel * accumulated,
             zero_stage,
             self.recomputation,
+            method or "",
             max(memories, key=lambda memory: memory.total),
             memories,
             step,
             self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated, zero_stage),
         )
-        if mesh.data_parallel > 1 and zero_stage < 2:
+        if _alike(mesh) > 1 and zero_stage < 2:
             compressed_s = crowd * max(self._compressed_s(mesh, one, busy_s / 2, zero_stage) for one in held)
             found = replace(found, compressed_reduction_s=compressed_s)
         return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
 
     # --------------------------------------------------------------------------------------------------------- time
 
-    def _costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
+    def _costs(self, setting: _Setting, microbatches: int) -> PartCosts:
         """Return the costs of a microbatch."""
-        costs = self._rehearsed_costs(tensor, samples, microbatches)
+        mesh, samples = setting.mesh, setting.samples / microbatches
+        # A share of the positions costs as much as this share of the samples: a rank computes its rows of attention.
+        costs = self._rehearsed_costs(mesh.tensor_parallel, samples / mesh.context_parallel)
+        if setting.method is not None:
+            axis = self._axis(mesh, setting.method)
+            costs = costs.with_context(axis, self._attention(mesh), samples / self.rehearsal.samples)
         if not self.offloads_inputs:
             return costs
         return replace(costs, compute=costs.compute.mapped(Cost.offloaded))
 
-    def _rehearsed_costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
-        """Return the costs of a microbatch with all activations on the device.
+    def _rehearsed_costs(self, tensor: int, wanted: float) -> PartCosts:
+        """Return the costs of so many samples with all activations on the device.
 
         Parts that run for real are measured at this size, because caches and threads decide their time. Predicted costs
         are interpolated between one sample and the loader's batch.
         """
         loaded = self.rehearsal.samples
-        wanted = samples / microbatches
         if not self.rehearsal.measured:
             whole, one = (self.rehearsal.costs(tensor, count, self.recomputation) for count in (1, loaded))
             return one.towards(whole, (wanted - 1) / (loaded - 1)) if loaded > 1 else one.scaled(wanted)
@@ -440,7 +500,7 @@ class LayoutSearch:
         self, mesh: Mesh, schedule: Schedule, workload: Workload, stages: list[Cost], alone_s: float
     ) -> float:
         """Return the seconds of forward and backward with fewer cores than ranks."""
-        copies = mesh.data_parallel * mesh.tensor_parallel
+        copies = _copies(mesh)
         work = workload.work_s(schedule.name, schedule.num_ranks, stages)
         each_s = sum(work) * copies / self._cores  # of a microbatch, with all cores busy
         if schedule.num_ranks == 1:
@@ -451,7 +511,7 @@ class LayoutSearch:
 
     def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int, zero_stage: int) -> float:
         """Return the seconds of all ranks together in a step; `work_s` is a batch on one rank of each stage."""
-        copies = mesh.data_parallel * mesh.tensor_parallel
+        copies = _copies(mesh)
         ends_s = sum(self._reduction_s(mesh, one, 0.0, zero_stage) for one in held)
         ends_s += sum(self._update_s(mesh, one, zero_stage) for one in held)
         return copies * (accumulated * (work_s + len(held) * self.step_s) + ends_s)
@@ -475,14 +535,12 @@ class LayoutSearch:
 
     def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
         """Return the seconds of the gradient reduction that backward does not hide, and of the parameter gather."""
-        if mesh.data_parallel == 1 or not held.trained_bytes:
+        if _alike(mesh) == 1 or not held.trained_bytes:
             return 0.0
-        # Replicas of a rank are as many ranks apart as a replica has ranks.
-        stride = mesh.pipeline_parallel * mesh.tensor_parallel
         buckets = ceil(held.trained_bytes / BUCKET_BYTES)
 
         def bucket_s(op: str) -> float:
-            return collective_s(op, held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
+            return gradients_s(op, held.trained_bytes / buckets, mesh, self.cluster)
 
         each_s = bucket_s("reduce_scatter" if zero_stage >= 2 else "all_reduce")
         # Nothing is hidden in a pipeline, where a stage sends after its last backward, nor on shared cores, where
@@ -505,7 +563,7 @@ class LayoutSearch:
 
     def _update_s(self, mesh: Mesh, held: Held, zero_stage: int) -> float:
         per_byte_s, per_tensor_s = self.optimizer_s
-        share = 1 / mesh.data_parallel if zero_stage else 1.0
+        share = 1 / _alike(mesh) if zero_stage else 1.0
         return share * held.trained_bytes * per_byte_s + held.count * per_tensor_s
 
     # ------------------------------------------------------------------------------------------------------- memory
@@ -532,7 +590,7 @@ class LayoutSearch:
                 activations=layers,
                 logits=Cost.peak_activation_bytes(row, stages) - layers,
                 host_activations=peak_activation_bytes(row, [stage.host_bytes for stage in stages]),
-                replicas=mesh.data_parallel,
+                replicas=_alike(mesh),
                 zero_stage=zero_stage,
                 reserved=self.cluster.device.reserved_bytes,
                 offloads=self.offloads,
@@ -547,7 +605,7 @@ class LayoutSearch:
         return zero_stage, found
 
     def _zero_stages(self, mesh: Mesh) -> Sequence[int]:
-        return self.zero_stages if mesh.data_parallel > 1 else (0,)
+        return self.zero_stages if _alike(mesh) > 1 else (0,)
 
     def _over(self, layout: Layout) -> str:
         limit = self.cluster.memory_bytes
@@ -561,10 +619,13 @@ class LayoutSearch:
         )
 
     def _warnings(self, layout: Layout) -> Iterator[str]:
-        data, pipeline, _, tensor = layout.mesh.shape
+        data, pipeline, context, tensor = layout.mesh.shape
         cluster = self.cluster
         if tensor > 1 and cluster.num_nodes > 1 and not cluster.is_inside_node(1, tensor):
             yield "tensor parallelism spans nodes; its all-reduces delay every layer and cross the slow link"
+        is_wide = context > 1 and cluster.num_nodes > 1 and not cluster.is_inside_node(tensor, context)
+        if is_wide and layout.method != "ring":
+            yield "context parallelism spans nodes; its messages delay every attention and cross the slow link"
         if pipeline > 1 and layout.step.pipeline > 0.25 * layout.step.total:
             samples = layout.samples // (data * layout.accumulated)
             more = "a larger batch, with more microbatches" if layout.microbatches >= samples else "more microbatches"
@@ -574,6 +635,16 @@ class LayoutSearch:
             )
         if layout.memory.total > 0.9 * cluster.memory_bytes and not layout.refusal:
             yield "less than a tenth of the memory is free; memory fragmentation may use it up"
+
+
+def _alike(mesh: Mesh) -> int:
+    """Return the number of ranks that hold the same parameters."""
+    return mesh.size(DATA, CONTEXT)
+
+
+def _copies(mesh: Mesh) -> int:
+    """Return the number of ranks that run each stage."""
+    return mesh.size(DATA, CONTEXT, TENSOR)
 
 
 def _played(schedule: Schedule) -> Schedule:

@@ -32,6 +32,7 @@ _STEP = {
     "compute": "#3b70d6",
     "recomputation": "#9db8ea",
     "tensor": "#8b5cd6",
+    "context": "#c06cc0",
     "pipeline": "#dfe4ea",
     "cores": "#eab8c6",
     "reduction": "#1f9d6b",
@@ -40,6 +41,7 @@ _STEP = {
 }
 _NAMES = {
     "tensor": "tensor messages",
+    "context": "context messages",
     "pipeline": "bubble and transfers",
     "cores": "waiting for cores",
     "reduction": "gradient reduction",

@@ -26,6 +26,7 @@ _MEANINGS = {
     "compute": "computation",
     "recomputation": "recomputation of activations",
     "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
     "pipeline": "pipeline bubble",
     "cores": "waiting for a CPU core",
     "reduction": "gradient all-reduce",
@@ -96,11 +97,13 @@ def compression(plan: LayoutPlan) -> str:
     best = plan.best[0] if plan.best else plan.alone
     if best.compressed_reduction_s is None:
         return ""
-    data, pipeline, _, tensor = best.mesh.shape
+    data, pipeline, context, tensor = best.mesh.shape
     step_s = best.step.total - best.step.reduction + best.compressed_reduction_s
     verb = "pays" if step_s < (1 - WORTHWHILE) * best.step.total else "does not pay"
     # Like `collective_s`, prefer the link measured in a group of this size to the link of two ranks.
-    link = plan.cluster.group_links.get(data) or plan.cluster.link_of(pipeline * tensor, data)
+    link = plan.cluster.group_links.get(data * context) or plan.cluster.link_of(
+        pipeline * tensor if context == 1 else tensor, data * context
+    )
     return (
         f"Gradient compression {verb} in layout 1, over {bandwidth_text(link.bytes_per_s)} between replicas: a step"
         f" takes {seconds_text(step_s)} with `Quantize(8)` and {seconds_text(best.step.total)} without it."
@@ -110,7 +113,7 @@ def compression(plan: LayoutPlan) -> str:
 def _is_plain(layout: Layout) -> bool:
     """Return whether Lightning's DDP runs the layout."""
     mesh = layout.mesh
-    is_ddp = mesh.data_parallel > 1 and mesh.pipeline_parallel == mesh.tensor_parallel == 1
+    is_ddp = mesh.data_parallel == mesh.world_size > 1
     return is_ddp and not layout.zero_stage and layout.recomputation == "off"
 
 
@@ -161,7 +164,7 @@ def _row(layout: Layout, axes: Sequence[Axis]) -> Iterator[str]:
     yield bytes_text(layout.memory.total) + zero + again
     yield seconds_text(step.total)
     yield f"{step.pipeline / step.total:.0%}"
-    yield f"{(step.tensor + step.reduction) / step.total:.0%}"
+    yield f"{(step.tensor + step.context + step.reduction) / step.total:.0%}"
     yield count_text(layout.samples_per_s)
 
 
@@ -205,6 +208,8 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
     """Return the arguments of `HybridParallelStrategy` with which a Trainer runs a layout."""
     arguments: dict[str, Any] = {f"{axis}_size": layout.mesh.size(axis) for axis in _axes([layout])}
     pipeline = layout.mesh.pipeline_parallel
+    if layout.method:
+        arguments["context_parallel_method"] = layout.method
     if pipeline > 1:
         arguments |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
         if layout.virtual_stages > 1:

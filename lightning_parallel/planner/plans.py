@@ -13,7 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,7 +176,7 @@ def plan(
             search.setdefault("optimizer_s", _update_s(optimizers))
         made = partial(LayoutSearch, rehearsal, copies, accumulated=accumulated, **search)
         layouts = [made(global_batch=global_batch, recomputation=option) for option in recomputations]
-        found = [_cheapest(layouts, mesh) for mesh in meshes(cluster)]
+        found = list(_tried(layouts, cluster))
         found.sort(key=lambda one: (bool(one.refusal), -one.samples_per_s))
         alone = _cheapest([made(recomputation=option) for option in recomputations], Mesh())
     return LayoutPlan(
@@ -225,8 +225,28 @@ def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
         raise ValueError("The batch to plan by must hold at least 1 sample; got none")
 
 
+def _tried(searches: Sequence[LayoutSearch], cluster: Cluster) -> Iterator[Layout]:
+    """Yield a layout of each mesh, with a context axis where it may be of use.
+
+    Replicas of a batch each are faster than ranks that share its positions, because attention then sends nothing. So
+    more ranks share them only if replicas lack memory, or their number does not divide the samples.
+    """
+    for mesh in meshes(cluster):
+        best = 0.0
+        for context in _divisors(mesh.data_parallel):
+            mesh_of = replace(mesh, data_parallel=mesh.data_parallel // context, context_parallel=context)
+            if context > 1 and searches[0].obstacle(mesh_of):
+                break
+            layout = _cheapest(searches, mesh_of)
+            yield layout
+            is_easy = not layout.refusal and layout.recomputation == searches[0].recomputation
+            if is_easy or layout.samples_per_s < best:
+                break
+            best = layout.samples_per_s
+
+
 def meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Yield the meshes of a cluster, without meshes whose tensor axis is longer than two nodes."""
+    """Yield the meshes of a cluster without a context axis, and without tensor axes longer than two nodes."""
     ranks = cluster.num_devices
     for tensor in _divisors(ranks):
         if tensor <= 2 * cluster.ranks_per_node:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,6 +31,7 @@ from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.planner.collective_costs import collective_s
+from lightning_parallel.planner.context_costs import PHASES, AttentionCosts, AttentionWork, ContextAxis
 from lightning_parallel.planner.hardware import Cluster, clock_here
 from lightning_parallel.planner.roofline import Roofline
 from lightning_parallel.step_trace.record import StepTrace, record_step
@@ -43,8 +45,8 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
 _CPU = torch.device("cpu")
 
-Quantity = Literal["seconds", "flops", "messages", "message_bytes"]
-"""Quantity that the clock of a rehearsal counts."""
+Quantity = Literal["seconds", "flops", "messages", "message_bytes", "attention"]
+"""Quantity that the clock of a rehearsal counts; `attention` has the fields of `AttentionWork`, in both directions."""
 
 
 def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
@@ -79,15 +81,28 @@ class PartCosts:
     Attributes:
         compute: Seconds of computation, activations and boundaries of prologue, layers and epilogue.
         messages: Seconds of their messages along the tensor axis.
+        context: Seconds of their messages along the context axis; None with one rank.
     """
 
     compute: Costs
     messages: Costs
+    context: Costs | None = None
 
     @cached_property
     def together(self) -> Costs:
         """Computation and messages, one after the other."""
-        return self.compute.mapped(_added, self.messages)
+        both = self.compute.mapped(_added, self.messages)
+        return both if self.context is None else both.mapped(_added, self.context)
+
+    def with_context(self, axis: ContextAxis, attention: AttentionCosts, share: float) -> PartCosts:
+        """Return the costs of a rank of the context axis, from the costs of its share of the positions.
+
+        Args:
+            axis: The axis.
+            attention: The model's attention, for the batch of a loader.
+            share: The part of that batch in a microbatch, of all ranks of the axis together.
+        """
+        return replace(self, compute=axis.held(self.compute, attention, share), context=axis.messages(attention, share))
 
     def scaled(self, factor: float) -> PartCosts:
         """Return the costs of a microbatch `factor` times as large."""
@@ -109,42 +124,42 @@ class PartCosts:
 
     @classmethod
     def of(cls, costs: Costs) -> PartCosts:
-        """Separate computation and messages in costs that a clock of `_Seconds` measured."""
+        """Separate computation and messages in costs that a clock of `_Amounts` measured."""
         return cls(*(costs.mapped(partial(_taken, which=which)) for which in (0, 1)))
 
 
-class _Seconds(float):
-    """Sum of the seconds of computation and messages, with both parts kept."""
+class _Amounts(float):
+    """Sum of several amounts, such as the seconds of computation and of messages, with all of them kept."""
 
-    parts: tuple[float, float]
+    parts: tuple[float, ...]
 
-    def __new__(cls, compute: float, messages: float) -> _Seconds:
-        made = super().__new__(cls, compute + messages)
-        made.parts = (compute, messages)
+    def __new__(cls, *parts: float) -> _Amounts:
+        made = super().__new__(cls, sum(parts))
+        made.parts = parts
         return made
 
-    # `measure` compares, adds and subtracts times, so no other operation has to keep both parts.
-    def __sub__(self, other: float) -> _Seconds:
-        theirs = getattr(other, "parts", (other, 0.0))
-        return _Seconds(self.parts[0] - theirs[0], self.parts[1] - theirs[1])
+    # `measure` compares, adds and subtracts times, so no other operation has to keep the parts.
+    def __sub__(self, other: float) -> _Amounts:
+        theirs = getattr(other, "parts", (other,))
+        return _Amounts(*(mine - one for mine, one in zip_longest(self.parts, theirs, fillvalue=0.0)))
 
-    def __add__(self, other: float) -> _Seconds:
-        theirs = getattr(other, "parts", (other, 0.0))
-        return _Seconds(self.parts[0] + theirs[0], self.parts[1] + theirs[1])
-
-
-_TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s", "again_s")
+    def __add__(self, other: float) -> _Amounts:
+        theirs = getattr(other, "parts", (other,))
+        return _Amounts(*(mine + one for mine, one in zip_longest(self.parts, theirs, fillvalue=0.0)))
 
 
 def _taken(cost: Cost, which: int) -> Cost:
-    """Return the seconds of computation (0) or of messages (1)."""
+    """Return one of the amounts: for seconds, computation (0) or messages (1)."""
+    values = {}
+    for name in PHASES:
+        found = getattr(cost, name)
+        values[name] = dict(enumerate(getattr(found, "parts", (found,)))).get(which, 0.0)
     # Noise may assign a message to either half of a split backward, so a difference may be negative: use 0 then.
-    values = {name: getattr(getattr(cost, name), "parts", (getattr(cost, name), 0.0))[which] for name in _TIMES}
     return replace(cost, **{name: max(0.0, value) for name, value in values.items()})
 
 
 def _added(one: Cost, other: Cost) -> Cost:
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in _TIMES})
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in PHASES})
 
 
 @dataclass(frozen=True)
@@ -211,6 +226,8 @@ class Rehearsal:
         self._divided: dict[int, Divided | ValueError] = {}
         self._trace: StepTrace | None = None
         self._costs: dict[tuple[int, int, str | int], PartCosts] = {}
+        self._attention: dict[tuple[int, str | int], AttentionCosts] = {}
+        self._attended: tuple[tuple[int, int], int] = ((0, 0), 0)
         self._notes: list[tuple[str, int]] = []
 
     @property
@@ -313,6 +330,26 @@ class Rehearsal:
             self._costs[key] = found if stack is None else found.in_runs(stack.blocks)
         return self._costs[key]
 
+    def attention(self, tensor: int, recomputation: str | int = "off") -> AttentionCosts:
+        """Return the attention of the batch on one of `tensor` ranks.
+
+        Args:
+            tensor: Ranks along the tensor axis.
+            recomputation: See `layers_to_recompute`.
+
+        Raises:
+            ValueError: See `costs`.
+        """
+        key = (tensor, recomputation)
+        if key not in self._attention:
+            counted = self.count("attention", tensor, 1, recomputation)
+            fields = range(2 * len(AttentionWork._fields))
+            costs = [counted.mapped(partial(_taken, which=which)) for which in fields]
+            stack = self.divided(tensor).stack
+            costs = costs if stack is None else [each.in_runs(stack.blocks) for each in costs]
+            self._attention[key] = AttentionCosts(tuple(costs), *self._attended)
+        return self._attention[key]
+
     def forget(self) -> None:
         """Drop the costs, so that the next call of `costs` measures again."""
         self._costs.clear()
@@ -340,14 +377,16 @@ class Rehearsal:
         """Return the clock to read before and after each part, and the number of runs of each part."""
         if quantity == "seconds" and self.measured:
             clock = clock_here()
-            return lambda: _Seconds(clock(), self._message_s(tensor)), 9
+            return lambda: _Amounts(clock(), self._message_s(tensor)), 9
         roofline = context.enter_context(Roofline(self.cluster.device))
         context.callback(lambda: setattr(self, "has_guessed", self.has_guessed or roofline.has_guessed))
+        context.callback(lambda: setattr(self, "_attended", (roofline.heads, roofline.positions)))
         clocks: dict[str, Callable[[], float]] = {
-            "seconds": lambda: _Seconds(roofline.seconds, self._message_s(tensor)),
+            "seconds": lambda: _Amounts(roofline.seconds, self._message_s(tensor)),
             "flops": lambda: float(roofline.flops),
             "messages": lambda: float(len(self._notes)),
             "message_bytes": lambda: float(sum(num_bytes for _, num_bytes in self._notes)),
+            "attention": lambda: _Amounts(*roofline.attention[0], *roofline.attention[1]),
         }
         return clocks[quantity], 1
 

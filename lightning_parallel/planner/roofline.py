@@ -20,23 +20,44 @@ from lightning_parallel.compat.precision import uses_tf32
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
     DataDependentOutputException,
     TorchDispatchMode,
     overload_packet,
     pytree,
     schema_of,
 )
+from lightning_parallel.planner.context_costs import AttentionWork
 from lightning_parallel.planner.hardware import Device
 
 __all__ = ["Roofline", "flops_of"]
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
+) -> int:
+    return _computed(sdpa_flop_count(query.shape, key.shape, value.shape), is_causal)
 
 
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+def _attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return _computed(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape), is_causal)
+
+
+def _computed(flops: int, is_causal: bool) -> int:
+    # Kernels leave out the blocks above the diagonal, which torch's count includes.
+    return flops // 2 if is_causal else flops
 
 
 _FORMULAS: dict[Any, Callable[..., int]] = {
@@ -62,6 +83,9 @@ class Roofline(TorchDispatchMode):
         seconds: Seconds so far.
         flops: Operations of products so far.
         has_guessed: Whether a step asked for a value without data.
+        attention: Forward and backward calls of attention so far.
+        heads: Fewest heads of queries, and of keys and values, of a call of attention; zeros without a call.
+        positions: Fewest positions of the queries of such a call.
     """
 
     def __init__(self, device: Device) -> None:
@@ -70,6 +94,12 @@ class Roofline(TorchDispatchMode):
         self.seconds = 0.0
         self.flops = 0
         self.has_guessed = False
+        self.attention = (AttentionWork(), AttentionWork())
+        self.heads = (0, 0)
+        self.positions = 0
+        # The factors of the last product of several matrices, and of the scores of attention by their shape.
+        self._product: tuple[Tensor, ...] = ()
+        self._scores: dict[torch.Size, tuple[float, float]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,6 +126,35 @@ class Roofline(TorchDispatchMode):
             kind = "tf32"
         moved = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
         products_s = flops / self.device.flops_per_s(kind) if flops else 0.0
-        self.seconds += max(products_s, moved / self.device.bytes_per_s, self.device.launch_s)
+        seconds = max(products_s, moved / self.device.bytes_per_s, self.device.launch_s)
+        self.seconds += seconds
         self.flops += flops
+        self._note_attention(overload_packet(func), args, out, seconds)
         return out
+
+    def _note_attention(self, operator: Any, args: Any, out: Any, seconds: float) -> None:
+        """Count a call of attention: of one kernel, or of a softmax of products of queries and keys."""
+        if operator is CPU_FLASH_ATTENTION:
+            self._count_attention(0, args[0], args[1], 2 * args[0].nbytes, args[1].nbytes + args[2].nbytes, seconds)
+        elif operator is CPU_FLASH_ATTENTION_BACKWARD:
+            self._count_attention(1, args[1], args[2], 2 * args[1].nbytes, args[2].nbytes + args[3].nbytes, seconds)
+        elif operator in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+            self._product = (*args[-2:], out)
+        elif operator is SOFTMAX and self._product and args[0].dim() > 2:
+            query, key, scores = self._product
+            # Other softmaxes, as of a router, have no such product before them.
+            if scores.numel() == args[0].numel() and scores.shape[-1] == args[0].shape[-1]:
+                self._scores[args[0].shape] = 2 * query.nbytes, 2 * key.nbytes
+                self._count_attention(0, args[0], args[0], *self._scores[args[0].shape], 0.0)
+        elif operator is SOFTMAX_BACKWARD and args[0].shape in self._scores:
+            self._count_attention(1, args[0], args[0], *self._scores[args[0].shape], 0.0)
+
+    def _count_attention(
+        self, direction: int, query: Tensor, key: Tensor, query_bytes: float, key_bytes: float, seconds: float
+    ) -> None:
+        both = list(self.attention)
+        both[direction] = both[direction].plus(1, query_bytes, key_bytes, seconds)
+        self.attention = both[0], both[1]
+        found = query.shape[-3], key.shape[-3]
+        self.heads = found if self.heads == (0, 0) else (min(self.heads[0], found[0]), min(self.heads[1], found[1]))
+        self.positions = min(self.positions, query.shape[-2]) if self.positions else query.shape[-2]

@@ -44,6 +44,8 @@ from lightning_parallel.strategies.optimizers.zero import Reshard, ZeroStage
 from lightning_parallel.strategies.options import (
     ActivationCheckpointing,
     CheckpointFormat,
+    ContextMethod,
+    ContextOptions,
     GradientSumDtype,
     OffloadedPart,
     Tiled,
@@ -269,6 +271,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         self.zero_stage = cast(ZeroStage, layout.zero_stage)
         self.activation_checkpointing = cast(ActivationCheckpointing, layout.recomputation)
         self.choose_mesh({axis: layout.mesh.size(axis) for axis in AXES})
+        self.context_options = ContextOptions(cast(ContextMethod, layout.method or "auto"))
         assert self.pipeline_options is not None
         self.pipeline_options = replace(
             self.pipeline_options,

@@ -416,7 +416,7 @@ def resumes(folder):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1)])
 def test_a_run_holds_what_was_planned(group, shape):
     torch.set_default_dtype(torch.float32)
     mesh = Mesh(*shape)
@@ -671,9 +671,9 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     assert len(written["layouts"]) == 10
     assert written["accumulate_grad_batches"] == 2
     accumulated = {tuple(each["mesh"]): each["accumulated"] for each in written["layouts"] if not each["refusal"]}
-    assert accumulated[8, 1, 1] == 2
+    assert accumulated[8, 1, 1, 1] == 2
     # A pipeline takes the batches of a step as one, in more microbatches.
-    assert accumulated[2, 4, 1] == 1
+    assert accumulated[2, 4, 1, 1] == 1
     assert "<svg" in (tmp_path / "plan.html").read_text()
     for wrong, message in (
         (["--inter-node-bandwidth", "400"], "in bits or bytes per second"),
@@ -693,7 +693,7 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     assert "Containers: `blocks`" in error
     assert main([*words, "--memory", "1GiB"]) == 1
     shown = capsys.readouterr()
-    assert re.search(r"No layout of 2 x T4 .*\(3 layouts tried\). `.* 2` comes closest.*Use more", shown.err)
+    assert re.search(r"No layout of 2 x T4 .*\(4 layouts tried\). `.* 2` comes closest.*Use more", shown.err)
     assert "class_path" not in shown.out
 
 
