@@ -37,12 +37,14 @@ class AttentionWork(NamedTuple):
         calls: Number of calls.
         query_bytes: Bytes of queries and results.
         key_bytes: Bytes of keys and values.
+        wide_bytes: The same with at least 4 bytes for each element, in which a ring adds their gradients.
         seconds: Seconds of the calls on one rank.
     """
 
     calls: float = 0.0
     query_bytes: float = 0.0
     key_bytes: float = 0.0
+    wide_bytes: float = 0.0
     seconds: float = 0.0
 
     def plus(self, *amounts: float) -> AttentionWork:
@@ -54,18 +56,39 @@ class AttentionWork(NamedTuple):
         return AttentionWork(self.calls, *(share * amount for amount in self[1:]))
 
 
+class AttentionSizes(NamedTuple):
+    """Sizes of calls of attention.
+
+    Attributes:
+        heads: Fewest query heads of a call.
+        kv_heads: Fewest heads of keys and values.
+        positions: Fewest positions of queries.
+        has_mask: Whether a call has a mask, or its own products and softmax. Then a ring has no fused kernel.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    positions: int = 0
+    has_mask: bool = False
+
+    def least(self, other: AttentionSizes) -> AttentionSizes:
+        """Return the sizes of all calls so far, with another call."""
+        if not self.heads:
+            return other
+        heads, kv_heads, positions = map(min, self[:3], other[:3])
+        return AttentionSizes(heads, kv_heads, positions, self.has_mask or other.has_mask)
+
+
 class AttentionCosts(NamedTuple):
     """The attention of a model on one of t tensor-parallel ranks.
 
     Attributes:
         costs: For each field of `AttentionWork`, forward and then backward, the sums in each part of the model.
-        heads: Fewest query heads, and fewest heads of keys and values, of a call.
-        positions: Fewest positions of the queries of a call.
+        seen: The sizes of the calls.
     """
 
     costs: tuple[Costs, ...] = ()
-    heads: tuple[int, int] = (0, 0)
-    positions: int = 0
+    seen: AttentionSizes = AttentionSizes()
 
     @property
     def is_there(self) -> bool:
@@ -89,8 +112,8 @@ def context_obstacle(attention: AttentionCosts, ranks: int) -> str:
     """Return why positions cannot be split over the ranks; empty if they can."""
     if ranks > 1 and not attention.is_there:
         return "the layers have no attention, so there are no positions to split"
-    if ranks > 1 and attention.positions < 2 * ranks:
-        return f"{attention.positions} positions are too few for {ranks} ranks"
+    if ranks > 1 and attention.seen.positions < 2 * ranks:
+        return f"{attention.seen.positions} positions are too few for {ranks} ranks"
     return ""
 
 
@@ -98,8 +121,9 @@ def methods_for(attention: AttentionCosts, ranks: int) -> list[Method]:
     """Return the methods that can compute the attention of a model."""
     if ranks == 1:
         return []
-    found: list[Method] = list(get_args(Method))
-    return [method for method in found if method != "ulysses" or ulysses_reason(*attention.heads, ranks) is None]
+    seen = attention.seen
+    left_out = {"ulysses": ulysses_reason(seen.heads, seen.kv_heads, ranks) is not None, "ring": seen.has_mask}
+    return [method for method in get_args(Method) if not left_out.get(method, False)]
 
 
 class ContextAxis(NamedTuple):
@@ -127,11 +151,11 @@ class ContextAxis(NamedTuple):
         seconds = {}
         for phase in PHASES:
             forward, backward = attention.in_part(index, phase, share)
-            seconds[phase] = self._seconds(forward, attention, 1) + self._seconds(backward, attention, 2)
+            seconds[phase] = self._seconds(forward, attention, False) + self._seconds(backward, attention, True)
         return Cost(**seconds)
 
-    def _seconds(self, work: AttentionWork, attention: AttentionCosts, travelling: int) -> float:
-        """Return the seconds of the messages of calls; a ring sends `travelling` tensors of the size of the keys."""
+    def _seconds(self, work: AttentionWork, attention: AttentionCosts, is_backward: bool) -> float:
+        """Return the seconds of the messages of calls."""
         if not work.calls:
             return 0.0
         queries, keys = work.query_bytes / work.calls, work.key_bytes / work.calls
@@ -142,7 +166,8 @@ class ContextAxis(NamedTuple):
             there = queries / 2 + self._repeats(attention) * keys
             each_s = sum(self._sent_s("all_to_all", size / self.ranks) for size in (there, queries / 2))
         else:
-            turn_s = self._sent_s("send", travelling * keys / self.ranks)
+            gradients = work.wide_bytes / work.calls if is_backward else 0.0
+            turn_s = self._sent_s("send", (keys + gradients) / self.ranks)
             computed_s = work.seconds / work.calls / self.ranks**2
             device = self.cluster.device
             # Each turn adds to the results of the turns before.
@@ -155,7 +180,7 @@ class ContextAxis(NamedTuple):
 
     def _repeats(self, attention: AttentionCosts) -> float:
         """Return on how many ranks `ulysses` has each head of keys and values."""
-        return max(1.0, self.ranks / attention.heads[1])
+        return max(1.0, self.ranks / attention.seen.kv_heads)
 
     def held(self, costs: Costs, attention: AttentionCosts, share: float) -> Costs:
         """Add the bytes that a method keeps until backward, beside the rank's share of all tensors."""

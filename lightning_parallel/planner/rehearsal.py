@@ -31,7 +31,7 @@ from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
 from lightning_parallel.pipeline.search import Costs
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.planner.collective_costs import collective_s
-from lightning_parallel.planner.context_costs import PHASES, AttentionCosts, AttentionWork, ContextAxis
+from lightning_parallel.planner.context_costs import PHASES, AttentionCosts, AttentionSizes, AttentionWork, ContextAxis
 from lightning_parallel.planner.hardware import Cluster, clock_here
 from lightning_parallel.planner.roofline import Roofline
 from lightning_parallel.step_trace.record import StepTrace, record_step
@@ -227,7 +227,7 @@ class Rehearsal:
         self._trace: StepTrace | None = None
         self._costs: dict[tuple[int, int, str | int], PartCosts] = {}
         self._attention: dict[tuple[int, str | int], AttentionCosts] = {}
-        self._attended: tuple[tuple[int, int], int] = ((0, 0), 0)
+        self._attended = AttentionSizes()
         self._notes: list[tuple[str, int]] = []
 
     @property
@@ -347,7 +347,7 @@ class Rehearsal:
             costs = [counted.mapped(partial(_taken, which=which)) for which in fields]
             stack = self.divided(tensor).stack
             costs = costs if stack is None else [each.in_runs(stack.blocks) for each in costs]
-            self._attention[key] = AttentionCosts(tuple(costs), *self._attended)
+            self._attention[key] = AttentionCosts(tuple(costs), self._attended)
         return self._attention[key]
 
     def forget(self) -> None:
@@ -380,7 +380,7 @@ class Rehearsal:
             return lambda: _Amounts(clock(), self._message_s(tensor)), 9
         roofline = context.enter_context(Roofline(self.cluster.device))
         context.callback(lambda: setattr(self, "has_guessed", self.has_guessed or roofline.has_guessed))
-        context.callback(lambda: setattr(self, "_attended", (roofline.heads, roofline.positions)))
+        context.callback(lambda: setattr(self, "_attended", roofline.attended))
         clocks: dict[str, Callable[[], float]] = {
             "seconds": lambda: _Amounts(roofline.seconds, self._message_s(tensor)),
             "flops": lambda: float(roofline.flops),

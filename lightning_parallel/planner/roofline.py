@@ -28,7 +28,7 @@ from lightning_parallel.compat.torch import (
     pytree,
     schema_of,
 )
-from lightning_parallel.planner.context_costs import AttentionWork
+from lightning_parallel.planner.context_costs import AttentionSizes, AttentionWork
 from lightning_parallel.planner.hardware import Device
 
 __all__ = ["Roofline", "flops_of"]
@@ -84,8 +84,7 @@ class Roofline(TorchDispatchMode):
         flops: Operations of products so far.
         has_guessed: Whether a step asked for a value without data.
         attention: Forward and backward calls of attention so far.
-        heads: Fewest heads of queries, and of keys and values, of a call of attention; zeros without a call.
-        positions: Fewest positions of the queries of such a call.
+        attended: The sizes of these calls.
     """
 
     def __init__(self, device: Device) -> None:
@@ -95,11 +94,10 @@ class Roofline(TorchDispatchMode):
         self.flops = 0
         self.has_guessed = False
         self.attention = (AttentionWork(), AttentionWork())
-        self.heads = (0, 0)
-        self.positions = 0
+        self.attended = AttentionSizes()
         # The factors of the last product of several matrices, and of the scores of attention by their shape.
         self._product: tuple[Tensor, ...] = ()
-        self._scores: dict[torch.Size, tuple[float, float]] = {}
+        self._scores: dict[torch.Size, tuple[int, int, int]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,32 +127,38 @@ class Roofline(TorchDispatchMode):
         seconds = max(products_s, moved / self.device.bytes_per_s, self.device.launch_s)
         self.seconds += seconds
         self.flops += flops
-        self._note_attention(overload_packet(func), args, out, seconds)
+        self._note_attention(overload_packet(func), args, kwargs or {}, out, seconds)
         return out
 
-    def _note_attention(self, operator: Any, args: Any, out: Any, seconds: float) -> None:
+    def _note_attention(self, operator: Any, args: Any, kwargs: Any, out: Any, seconds: float) -> None:
         """Count a call of attention: of one kernel, or of a softmax of products of queries and keys."""
-        if operator is CPU_FLASH_ATTENTION:
-            self._count_attention(0, args[0], args[1], 2 * args[0].nbytes, args[1].nbytes + args[2].nbytes, seconds)
-        elif operator is CPU_FLASH_ATTENTION_BACKWARD:
-            self._count_attention(1, args[1], args[2], 2 * args[1].nbytes, args[2].nbytes + args[3].nbytes, seconds)
+        if operator in (CPU_FLASH_ATTENTION, CPU_FLASH_ATTENTION_BACKWARD):
+            is_backward = operator is CPU_FLASH_ATTENTION_BACKWARD
+            query, key, value = args[1:4] if is_backward else args[:3]
+            sizes = AttentionSizes(query.shape[-3], key.shape[-3], query.shape[-2], kwargs.get("attn_mask") is not None)
+            keys = key.numel() + value.numel()
+            self._count_attention(is_backward, sizes, 2 * query.numel(), keys, query.element_size(), seconds)
         elif operator in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
             self._product = (*args[-2:], out)
         elif operator is SOFTMAX and self._product and args[0].dim() > 2:
             query, key, scores = self._product
             # Other softmaxes, as of a router, have no such product before them.
             if scores.numel() == args[0].numel() and scores.shape[-1] == args[0].shape[-1]:
-                self._scores[args[0].shape] = 2 * query.nbytes, 2 * key.nbytes
-                self._count_attention(0, args[0], args[0], *self._scores[args[0].shape], 0.0)
+                self._scores[args[0].shape] = 2 * query.numel(), 2 * key.numel(), query.element_size()
+                self._count_scores(False, args[0].shape)
         elif operator is SOFTMAX_BACKWARD and args[0].shape in self._scores:
-            self._count_attention(1, args[0], args[0], *self._scores[args[0].shape], 0.0)
+            self._count_scores(True, args[0].shape)
+
+    def _count_scores(self, is_backward: bool, shape: torch.Size) -> None:
+        sizes = AttentionSizes(shape[-3], shape[-3], shape[-2], True)
+        self._count_attention(is_backward, sizes, *self._scores[shape], 0.0)
 
     def _count_attention(
-        self, direction: int, query: Tensor, key: Tensor, query_bytes: float, key_bytes: float, seconds: float
+        self, is_backward: bool, sizes: AttentionSizes, queries: int, keys: int, width: int, seconds: float
     ) -> None:
+        """Add a call, with elements of queries and results, and of keys and values."""
         both = list(self.attention)
-        both[direction] = both[direction].plus(1, query_bytes, key_bytes, seconds)
+        call = 1, width * queries, width * keys, max(4, width) * keys, seconds
+        both[is_backward] = both[is_backward].plus(*call)
         self.attention = both[0], both[1]
-        found = query.shape[-3], key.shape[-3]
-        self.heads = found if self.heads == (0, 0) else (min(self.heads[0], found[0]), min(self.heads[1], found[1]))
-        self.positions = min(self.positions, query.shape[-2]) if self.positions else query.shape[-2]
+        self.attended = self.attended.least(sizes)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_parallel import AutoParallelStrategy, HybridParallelStrategy
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.planner import Cluster
 from lightning_parallel.planner.collective_costs import collective_s, gradients_s
 from lightning_parallel.planner.context_costs import (
@@ -24,6 +24,8 @@ from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
 from lightning_parallel.planner.plans import plan
 from lightning_parallel.planner.rehearsal import Rehearsal
+from lightning_parallel.tensor.context_methods import AttentionShape, attention_messages
+from lightning_parallel.tensor.sharding import Shard
 from tests.planner.test_planner import HEADS, WIDTH, Block, Model, cluster
 
 LENGTH, SAMPLES = 64, 4
@@ -65,10 +67,10 @@ def rehearsal(kind=Model, where=None):
 @pytest.mark.parametrize("kind", [Model, EagerModel])
 def test_attention_is_counted_in_each_layer_and_direction(kind):
     found = rehearsal(kind).attention(1)
-    assert (found.heads, found.positions) == ((HEADS, HEADS), LENGTH)
+    assert found.seen == (HEADS, HEADS, LENGTH, kind is EagerModel)
     for part, is_layer in ((0, False), (1, True), (4, True), (5, False)):
         forward, none = found.in_part(part, "forward_s", 1.0)
-        assert (*forward[:3], none.calls) == ((1, 2 * BYTES, 2 * BYTES, 0) if is_layer else (0, 0, 0, 0))
+        assert (*forward[:4], none.calls) == ((1, *[2 * BYTES] * 3, 0) if is_layer else (0, 0, 0, 0, 0))
         none, backward = found.in_part(part, "input_gradient_s", 0.5)
         assert (none.calls, *backward[:3]) == ((0, 1, BYTES, BYTES) if is_layer else (0, 0, 0, 0))
 
@@ -83,7 +85,7 @@ def test_a_second_run_sends_again_what_it_does_not_keep():
 
 def test_shards_of_the_tensor_axis_have_their_heads_only():
     found = rehearsal().attention(2)
-    assert found.heads == (HEADS // 2, HEADS // 2)
+    assert found.seen == (HEADS // 2, HEADS // 2, LENGTH, False)
     assert found.in_part(1, "forward_s", 1.0)[0].key_bytes == BYTES
 
 
@@ -110,15 +112,33 @@ def test_messages_of_each_method_by_hand():
     assert backward.input_gradient_s == pytest.approx(backward.forward_s)
 
 
+@pytest.mark.parametrize("method", ["ulysses", "ring", "gather"])
+def test_the_bytes_are_those_that_attention_sends(method):
+    """By a link that only bytes delay, so that seconds are bytes."""
+    narrow = replace(cluster(), node_link=Link(0.0, 1.0))
+    bare = replace(narrow, device=replace(narrow.device, bytes_per_s=float("inf"), launch_s=0.0))
+    found = rehearsal().attention(1)
+    costs = tuple(each.mapped(lambda _: Cost()) if number % 5 == 4 else each for number, each in enumerate(found.costs))
+    rows = Shard.even(0, LENGTH, 4)
+    shape = AttentionShape(SAMPLES, HEADS, HEADS, WIDTH // HEADS, WIDTH // HEADS, 4, rows, rows)
+    messages = ContextAxis(method, 4, 1, bare).messages(found._replace(costs=costs), 1.0).layers[0]
+    sent = {
+        way: sum(each.sent for each in attention_messages(method, shape) if each.is_backward == way) for way in (0, 1)
+    }
+    assert messages.forward_s == pytest.approx(sent[0])
+    assert messages.input_gradient_s == pytest.approx(sent[1])
+
+
 def test_which_methods_there_are_and_what_they_keep():
     found = rehearsal().attention(1)
     assert methods_for(found, 4) == ["ulysses", "ring", "gather"]
     assert methods_for(found, 8) == ["ring", "gather"]
+    assert methods_for(rehearsal(EagerModel).attention(1), 4) == ["ulysses", "gather"]
     assert "too few" in context_obstacle(found, LENGTH)
     assert not context_obstacle(found, LENGTH // 2)
     assert "no attention" in context_obstacle(AttentionCosts(), 2)
     costs = rehearsal().costs(1, 1).compute
-    shared = found._replace(heads=(HEADS, 1))
+    shared = found._replace(seen=found.seen._replace(kv_heads=1))
 
     def added(method, attention=found):
         held = ContextAxis(method, 4, 1, cluster()).held(costs, attention, 1.0)
@@ -145,7 +165,7 @@ def test_a_share_of_the_positions_costs_what_so_many_samples_cost():
     assert half.step.context == pytest.approx(messages[half.method])
     kept = 4 * BYTES if half.method == "gather" else 0
     assert half.memory.activations == pytest.approx(expected.memory.activations + kept, rel=0.01)
-    assert half.memory.buckets == LayoutSearch(fewer, copies=2.0).best(Mesh(data_parallel=2)).memory.buckets
+    assert half.memory.buckets == search.best(Mesh(data_parallel=2)).memory.buckets > whole.memory.buckets
 
 
 def test_gradients_are_averaged_over_both_axes():
