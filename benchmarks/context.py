@@ -1,0 +1,315 @@
+"""Attention of sharded sequences: bytes of each method, how much a ring hides, and a ring of torch.
+
+    python benchmarks/context.py bytes [--ranks 4] [--length 4096]
+    sudo python benchmarks/context.py ring [--hosts 2 4] [--rate 300] [--compute-ms 60 200]
+    python benchmarks/context.py peer [--lengths 1024 4096] [--rounds 5]
+
+bytes: forward and backward of one attention, causal, with 8 query heads. The bytes that `comm` counts stand beside
+those of the formula (`attention_messages`), and the ratio to `gather` beside them. The method that `auto` chooses has a
+star: for one sequence, and for an H100 on a link of 400 Gbit/s.
+
+ring: hosts are network namespaces whose links are shaped by `tc tbf`. Kernels sleep, as if devices computed: the given
+time in forward, and 2.5 of it in backward. `step` is the ratio to a step without communication. `bound` is the ratio to
+the longer of computation and messages; 1.00 hides all that can be hidden. `in turn` is the same ring, which waits for
+each message before it computes. Without root, `ip` or `tc` nothing is measured.
+
+peer: a step of attention, forward and backward, two ranks in turn in one process group, as ratios to `gather` of this
+library. torch's `context_parallel` has no rule for kernels of CPUs, so its ring is called with them by hand, with its
+all-to-all and its balance. It shards equal positions only, and joins head and tail as this library does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from contenders import in_turn
+from shaped_network import Network, unavailable
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
+from lightning_parallel.compat.torch import CPU_FLASH_ATTENTION, CPU_FLASH_ATTENTION_BACKWARD
+from lightning_parallel.tensor import context_attention, ring_attention
+from lightning_parallel.tensor.attention_tiles import Gradients, Partial
+from lightning_parallel.tensor.context_attention import attend
+from lightning_parallel.tensor.context_methods import (
+    AttentionShape,
+    Method,
+    attention_messages,
+    balanced_rows,
+    choose_method,
+)
+from lightning_parallel.tracing import Recorder, activate
+
+METHODS: tuple[Method, ...] = get_args(Method)
+HEADS, SIZE = 8, 64
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+BACKWARD = 2.5  # of the time of forward: five products instead of two
+
+
+def inputs(length: int, kv_heads: int, group: Group, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Queries, keys and values of this rank."""
+    rows = balanced_rows(length, group.size).sizes[group.rank]
+    return [torch.randn(1, heads, rows, SIZE, dtype=dtype, requires_grad=True) for heads in (HEADS, kv_heads, kv_heads)]
+
+
+def step(method: Method, tensors: list[Tensor], length: int, group: Group) -> Tensor:
+    """Forward and backward of one attention; returns its result."""
+    rows = balanced_rows(length, group.size)
+    shares = tensors[0].shape[1] != tensors[1].shape[1]
+    y = attend(*tensors, rows, rows, group, is_causal=True, enable_gqa=shares, method=method)
+    y.backward(torch.ones_like(y))
+    return y
+
+
+def on_ranks(work: Callable[..., None], arguments: argparse.Namespace) -> None:
+    """Call `work(group, arguments)` on as many processes as `arguments.ranks`."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (work, arguments, f"file://{folder}/store"), arguments.ranks)
+
+
+def _rank(rank: int, work: Callable[..., None], arguments: argparse.Namespace, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store, timedelta(seconds=120), rank=rank, world_size=arguments.ranks)
+    work(Group.of(), arguments)
+    dist.destroy_process_group()
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+def count_bytes(group: Group, arguments: argparse.Namespace) -> None:
+    """Print counted and predicted bytes of rank 0."""
+    rule = balanced_rows(arguments.length, group.size)
+    if group.rank == 0:
+        print(f"{group.size} ranks, {arguments.length} positions, {HEADS} query heads of {SIZE} features; * is `auto`")
+        print(f"{'key heads':>9} {'dtype':>6} {'method':>8} {'counted MB':>11} {'formula MB':>11} {'of gather':>9}")
+    for kv_heads in (HEADS, HEADS // 4, 1):
+        for dtype in NAMES:
+            shape = AttentionShape(1, HEADS, kv_heads, SIZE, SIZE, dtype.itemsize, rule, rule, True)
+            tensors = inputs(arguments.length, kv_heads, group, dtype)
+            sent = {method: sum(m.sent for m in attention_messages(method, shape)) for method in METHODS}
+            for method in METHODS:
+                counted = _counted(method, tensors, arguments.length, group)
+                if group.rank == 0:
+                    star = "*" if method == choose_method(shape) else " "
+                    print(
+                        f"{kv_heads:9} {NAMES[dtype]:>6} {star + method:>8} {counted / 1e6:11.3f}"
+                        f" {sent[method] / 1e6:11.3f} {sent[method] / sent['gather']:9.2f}"
+                    )
+
+
+def _counted(method: Method, tensors: list[Tensor], length: int, group: Group) -> float:
+    """Return the bytes that a rank has sent, the mean over the ranks."""
+    with activate(Recorder()) as recorder:
+        step(method, tensors, length, group)
+    calls = [(span.name, span.bytes) for span in recorder.spans if span.category == "communication" and span.bytes]
+    # An exchange counts both what a rank sends and what it receives; other calls count what it keeps, too.
+    share = 1 / 2 if method == "ring" else (group.size - 1) / group.size
+    total = torch.tensor([share * sum(size for _, size in calls)], dtype=torch.float64)
+    return comm.all_reduce(total, group).item() / group.size
+
+
+# ---------------------------------------------------------------------------------------------------------------- ring
+
+
+class _SleepingKernel(Function):
+    """Attention of all positions that takes `seconds`, and `BACKWARD` of it in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seconds: float) -> Tensor:
+        ctx.shapes, ctx.seconds = (q.shape, k.shape, v.shape), seconds
+        time.sleep(seconds)
+        return torch.zeros_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        time.sleep(BACKWARD * ctx.seconds)
+        return *(grad.new_zeros(shape) for shape in ctx.shapes), None
+
+
+def sleeping(stack: ExitStack, seconds: float, length: int, ranks: int) -> None:
+    """Let the kernels of a rank sleep `seconds` in a forward, until the stack closes."""
+    all_scores = length * (length + 1) / 2 / ranks
+
+    def seconds_of(q: Tensor, k: Tensor, kind: str) -> float:
+        scores = q.shape[2] * k.shape[2] / (2 if kind == "diagonal" else 1)
+        return seconds * scores / all_scores
+
+    def tile_attention(q: Tensor, k: Tensor, v: Tensor, kind: str, *_: Any) -> Partial:
+        time.sleep(seconds_of(q, k, kind))
+        out = torch.zeros_like(q)
+        return Partial(out, out[..., 0], torch.ones_like(out[..., 0]))
+
+    def tile_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, kind: str, *_: Any) -> Gradients:
+        time.sleep(BACKWARD * seconds_of(q, k, kind))
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None)
+
+    stack.enter_context(patched(ring_attention, "tile_attention", tile_attention))
+    stack.enter_context(patched(ring_attention, "tile_gradients", tile_gradients))
+    stack.enter_context(
+        patched(context_attention, "_kernel", lambda q, k, v, *_: _SleepingKernel.apply(q, k, v, seconds))
+    )
+
+
+def _exchanged_at_once(*args: Any) -> comm.Pending:
+    pending = comm.collectives.exchange(*args)
+    pending.wait()
+    return pending
+
+
+SIDES: dict[str, Method] = {"alone": "ring", "ring": "ring", "ring, in turn": "ring", "gather": "gather"}
+SIDES["ulysses"] = "ulysses"
+
+
+def time_ring(arguments: argparse.Namespace) -> None:
+    """Measure the methods, as one host among others; the first one writes the results."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=120)
+    address = f"tcp://{arguments.address}:29500"
+    dist.init_process_group("gloo", address, timeout, rank=arguments.rank, world_size=arguments.world_size)
+    group, length = Group.of(), arguments.length
+    tensors = inputs(length, HEADS, group)
+    found = []
+    for compute_ms in arguments.compute_ms:
+        for name, method in SIDES.items():
+            with ExitStack() as stack:
+                sleeping(stack, compute_ms / 1e3, length, group.size)
+                if name == "alone":
+                    stack.enter_context(comm.skip_communication())
+                elif name == "ring, in turn":
+                    stack.enter_context(patched(comm, "exchange", _exchanged_at_once))
+                taken = in_turn([partial(step, method, tensors, length, group)], group, arguments.rounds)
+            before = _sent_bytes()
+            step(method, tensors, length, group)
+            found.append((compute_ms, name, statistics.median(taken[0]), _sent_bytes() - before))
+    if group.rank == 0:
+        Path(arguments.results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _sent_bytes() -> int:
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def show_ring(arguments: argparse.Namespace) -> None:
+    """Print a table for each number of hosts."""
+    if reason := unavailable():
+        print(f"the ring is skipped: {reason}")
+        return
+    for hosts in arguments.hosts:
+        with tempfile.TemporaryDirectory() as folder, Network(hosts, arguments.rate) as network:
+            results = Path(folder) / "results.json"
+            script = [sys.executable, __file__, "ring", "--world-size", str(hosts), "--results", str(results)]
+            script += ["--address", network.address(0), "--length", str(arguments.length)]
+            script += ["--rounds", str(arguments.rounds), "--compute-ms", *map(str, arguments.compute_ms)]
+            network.run([[*script, "--rank", str(host)] for host in range(hosts)], deadline_s=300)
+            found = json.loads(results.read_text())
+        print(f"\n{hosts} hosts, {arguments.rate} Mbit/s, {arguments.length} positions; kernels sleep")
+        print(f"{'computation':>12} {'method':14} {'sent MB':>8} {'messages':>9} {'step':>6} {'bound':>6}")
+        alone = {compute_ms: seconds for compute_ms, name, seconds, _ in found if name == "alone"}
+        for compute_ms, name, seconds, sent in found:
+            if name != "alone":
+                messages_s = sent * 8 / (arguments.rate * 1e6)
+                bound = seconds / max(alone[compute_ms], messages_s)
+                print(
+                    f"{compute_ms:9.0f} ms {name:14} {sent / 1e6:8.1f} {messages_s / alone[compute_ms]:9.2f}"
+                    f" {seconds / alone[compute_ms]:6.2f} {bound:6.2f}"
+                )
+
+
+# ---------------------------------------------------------------------------------------------------------------- peer
+
+
+def torch_ring(tensors: list[Tensor], group: Group) -> Callable[[], Tensor]:
+    """Return a step of torch's ring with its kernels replaced by those of CPUs."""
+    folder = "torch.distributed.tensor.experimental"
+    has_package = importlib.util.find_spec(f"{folder}._context_parallel") is not None  # in newer versions
+    theirs: Any = importlib.import_module(
+        f"{folder}._context_parallel._attention" if has_package else f"{folder}._attention"
+    )
+    theirs._cp_options.rotate_method = theirs._RotateMethod.ALL_TO_ALL
+    q, k, v = (x.detach() for x in tensors)
+
+    def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **rest: Any) -> Any:
+        return CPU_FLASH_ATTENTION_BACKWARD(grad_out, query, key, value, out, rest["logsumexp"], 0.0, rest["is_causal"])
+
+    def run() -> Tensor:
+        def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Any:
+            return (*CPU_FLASH_ATTENTION(query, key, value, 0.0, is_causal), None)
+
+        process_group = group.process_group or dist.group.WORLD
+        out, log_sum, *_ = theirs._templated_ring_attention(process_group, 2, forward, q, k, v, is_causal=True)
+        theirs._templated_ring_attention_backward(
+            process_group, 2, backward, torch.ones_like(out), "grad_out", q, k, v, out, log_sum, is_causal=True
+        )
+        return out
+
+    return run
+
+
+def compare_peer(group: Group, arguments: argparse.Namespace) -> None:
+    """Print the time of torch's ring beside the methods of this library."""
+    if group.rank == 0:
+        print(f"{group.size} ranks, {HEADS} heads of {SIZE} features; time as a ratio to `gather`")
+        print(f"{'length':>8} {'ulysses':>14} {'ring':>14} {'ring of torch':>14}")
+    for length in arguments.lengths:
+        tensors = inputs(length, HEADS, group)
+        names: tuple[Method, ...] = ("gather", "ulysses", "ring")
+        runs = [partial(step, method, tensors, length, group) for method in names]
+        theirs = torch_ring(tensors, group)
+        torch.testing.assert_close(theirs(), step("ring", tensors, length, group))
+        taken = in_turn([*runs, theirs], group, arguments.rounds)
+        gather, *others = map(statistics.median, taken)
+        if group.rank == 0:
+            print(f"{length:8} " + " ".join(f"{seconds / gather:14.2f}" for seconds in others))
+
+
+def main() -> None:
+    """Print the tables of a subcommand."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("bytes")
+    command.add_argument("--ranks", type=int, default=4)
+    command.add_argument("--length", type=int, default=4096)
+    command = commands.add_parser("ring")
+    command.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    command.add_argument("--rate", type=int, default=300, help="Mbit/s")
+    command.add_argument("--compute-ms", type=float, nargs="+", default=[60, 200], help="of a forward")
+    command.add_argument("--length", type=int, default=4096)
+    command.add_argument("--rounds", type=int, default=2)
+    for hidden in ("--address", "--results"):
+        command.add_argument(hidden, help=argparse.SUPPRESS)
+    for hidden in ("--rank", "--world-size"):
+        command.add_argument(hidden, type=int, help=argparse.SUPPRESS)
+    command = commands.add_parser("peer")
+    command.add_argument("--ranks", type=int, default=2)
+    command.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    command.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.command == "ring":
+        (show_ring if arguments.rank is None else time_ring)(arguments)
+    else:
+        on_ranks({"bytes": count_bytes, "peer": compare_peer}[arguments.command], arguments)
+
+
+if __name__ == "__main__":
+    main()
