@@ -117,7 +117,7 @@ from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMe
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
 from lightning_parallel.strategies.setup.divide import cut_stages, records_of_run, save_plan, shard_tensors
-from lightning_parallel.strategies.setup.positions import split_sequences
+from lightning_parallel.strategies.setup.positions import plan_sequences, split_sequences
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
@@ -385,8 +385,9 @@ class MeshStrategy(MeshProcesses):
         is_tiled = is_fit and self.tiled == "auto"
         if is_tiled:
             plan_tiles(module, records, self.groups.world)
+        sequences = plan_sequences(module, self.groups, record)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
-        split_sequences(module, self.context_options, self.groups, record)
+        split_sequences(module, sequences, self.context_options, self.groups)
 
         def materialize(plan: PipelinePlan | None) -> None:
             holds = held_by_stage(module, self.groups.pipeline_parallel, plan)

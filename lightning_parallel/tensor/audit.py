@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.compat import is_power_of_two
+from lightning_parallel.mesh import CONTEXT
 from lightning_parallel.tensor.autograd import RECEIVED
 
 __all__ = ["LossAudit", "operations_behind", "part_in"]
@@ -87,6 +88,10 @@ def part_in(loss: Tensor) -> str:
             continue
         seen.add((node, inside))
         kind = node.name()
+        if _axis_of(node) == CONTEXT:
+            # A tensor that is split along positions is a `Piece`, and code that reads it gathers it.
+            todo += [(following, inside) for following, _ in node.next_functions]
+            continue
         # With sequence parallelism a row-parallel layer shards along the sequence.
         divides = kind in DIVIDES or (kind == "_RowLinearFunctionBackward" and node.lengths is not None)
         if not inside and (divides or kind in STAYS_DIVIDED):
@@ -101,6 +106,15 @@ def part_in(loss: Tensor) -> str:
             before[0] = False
         todo += [(following, divided) for (following, _), divided in zip(node.next_functions, before)]
     return ""
+
+
+def _axis_of(node: Any) -> str:
+    """Return the mesh axis along which an operation of `autograd` or `pieces` communicates; empty for others."""
+    if node.name() not in JOINS | DIVIDES | STAYS_DIVIDED:
+        return ""
+    family, args = getattr(node, "family", None), getattr(node, "args", None)
+    group = family.group if family is not None else args[0] if args else None
+    return getattr(group, "axis", "")
 
 
 def _is_divided_before(node: Any, kind: str, inside: bool) -> bool:

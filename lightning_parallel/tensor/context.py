@@ -16,15 +16,15 @@ Legend: B batch, H heads, L queries, S keys, E features of a head; L_r, S_r thos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -33,7 +33,7 @@ from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatt
 from lightning_parallel.tensor.context_attention import attend
 from lightning_parallel.tensor.context_methods import AttentionShape, Method, balanced_rows, choose_method
 from lightning_parallel.tensor.piece_rules import DROPOUTS
-from lightning_parallel.tensor.pieces import Family, Piece, piece_with
+from lightning_parallel.tensor.pieces import Family, Piece, piece_with, whole_input
 from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.sharding import Shard, balanced
 
@@ -329,6 +329,20 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_n
     split.block = block
     part = split.split(hidden, dim)
     return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, arguments)
+
+
+def on_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the forward of a linear layer, which computes each position by itself, to run on the own positions."""
+
+    @wraps(forward)
+    def run(module: nn.Module, input: Tensor) -> Any:
+        x = whole_input(input)
+        if not isinstance(x, Piece) or not isinstance(x.family, Positions):
+            return forward(module, input)
+        own = None if x.place == x.dim() - 1 else x.valid_part
+        return forward(module, x.whole()) if own is None else piece_with(forward(module, own), x.place, x.family)
+
+    return run
 
 
 def _count_of(sizes: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import FakeTensor
 from lightning_parallel.tensor.autograd import copy_to_group
+from lightning_parallel.tensor.context import on_positions
 from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features, on_shards
 from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
 from lightning_parallel.tensor.pieces import Piece, whole_input
@@ -61,6 +62,7 @@ class HeadLinear(ColumnLinear):
     in_tiles = False
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
+    @on_positions
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         rule, group = self.feature_rule, self.group

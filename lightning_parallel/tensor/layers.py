@@ -39,6 +39,7 @@ from lightning_parallel.tensor.autograd import (
     scatter_to_group,
     whole_from_group,
 )
+from lightning_parallel.tensor.context import on_positions
 from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.inspection import (
     describe,
@@ -345,6 +346,7 @@ class ColumnLinear(_ParallelLinear):
     inputs: SharedInputs
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
+    @on_positions
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         x, inputs = whole_input(input), self.inputs
@@ -390,6 +392,7 @@ class RowLinear(_ParallelLinear):
     lengths: SequenceLengths | None
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph
+    @on_positions
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
         if self.region is not None:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm.kept import kept
-from lightning_parallel.compat.torch import EnableTorchFunction, pytree
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, EnableTorchFunction, pytree
 from lightning_parallel.tensor.loss import cross_entropy, nll_loss
 from lightning_parallel.tensor.pieces import Family, Piece, meta_of, piece_with
 from lightning_parallel.tensor.sharding import Shard
@@ -25,6 +26,7 @@ from lightning_parallel.tensor.tiled_logits import TiledLogits, best_in_tiles, r
 
 __all__ = ["DROPOUTS", "RULES", "PieceCall", "computed_on_parts"]
 
+_PLAIN_PARTS = (Tensor, nn.Parameter)
 _MOST_NODES = 64
 _STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
 
@@ -115,7 +117,10 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
         return None
     # Parameters get partial gradients if one of the pieces is in a region.
     family = next((piece.family for piece in pieces if piece.family.in_region), first.family)
-    found = rule(PieceCall(func, base, args, kwargs, leaves, first, parts, family, changes))
+    # A part may be a piece of another group, or logits without data, whose functions have rules as well.
+    is_plain = all(type(own) in _PLAIN_PARTS for own in parts.values())
+    with nullcontext() if is_plain else EnableTorchFunction():
+        found = rule(PieceCall(func, base, args, kwargs, leaves, first, parts, family, changes))
     # A view shares its graph with the full tensor, any other result does not.
     if found is not None and rule not in (_view, _reshape) and torch.is_grad_enabled():
         for piece in pieces:
@@ -215,7 +220,8 @@ def _reshape(call: PieceCall) -> Tensor | None:
     if not (tried.is_contiguous() and piece.is_contiguous()):
         return piece_with(own, place, family, is_alias=True)
     # Autograd must see a view of the full tensor, because a change of the view in place also changes the tensor.
-    return piece.view(tried.shape).keep(own, place, True, family)  # type: ignore[attr-defined]
+    with DisableTorchFunctionSubclass():
+        return piece.view(tried.shape).keep(own, place, True, family)  # type: ignore[attr-defined]
 
 
 def _view(call: PieceCall) -> Any:
@@ -224,7 +230,8 @@ def _view(call: PieceCall) -> Any:
         return _select(call)
     if name == "__getitem__" and _is_everything(call.args[1]):
         # torch returns an alias here, which would read the data.
-        return piece.view(piece.shape).keep(call.part, piece.place, True)  # type: ignore[attr-defined]
+        with DisableTorchFunctionSubclass():
+            return piece.view(piece.shape).keep(call.part, piece.place, True)  # type: ignore[attr-defined]
     index = _index_at_place(call)
     if index is not None:
         return _narrowed(call, *index)
@@ -242,10 +249,12 @@ def _view(call: PieceCall) -> Any:
     ]
     if -1 in places:
         return None
-    viewed, own = call.func(piece, *call.args[1:], **call.kwargs), call.on_part()
-    if isinstance(viewed, Tensor):
-        return viewed.keep(own, places[0], is_alias=True)  # type: ignore[attr-defined]
-    return type(viewed)(view.keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
+    own = call.on_part()
+    with DisableTorchFunctionSubclass():
+        viewed = call.func(piece, *call.args[1:], **call.kwargs)
+        if isinstance(viewed, Tensor):
+            return viewed.keep(own, places[0], is_alias=True)  # type: ignore[attr-defined]
+        return type(viewed)(view.keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
 
 
 def _is_everything(index: Any) -> bool:
@@ -301,7 +310,8 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
     if isinstance(index, int):
         # Only this row is gathered.
         return piece_with(part, place, family).whole()[rest]
-    view = piece.narrow(place, start, max(stop - start, 0)).keep(part, place, True, family)  # type: ignore[attr-defined]
+    with DisableTorchFunctionSubclass():
+        view = piece.narrow(place, start, max(stop - start, 0)).keep(part, place, True, family)  # type: ignore[attr-defined]
     return view if _is_everything(rest) else computed_on_parts(Tensor.__getitem__, "__getitem__", (view, rest), {})
 
 

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     cast_operator,
+    computes_on_parts,
     gather_absent,
     keeps_graph,
     log_softmax_operator,
@@ -828,6 +830,7 @@ class _HeadCall(TorchFunctionMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self._layer = layer
+        self._sees_part = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -837,6 +840,10 @@ class _HeadCall(TorchFunctionMode):
             is_head = parameters_of(self._layer).get("weight") is given["weight"]
             if is_head and _is_plain(hidden):
                 return TiledLogits.of(hidden, given["weight"], given.get("bias"))
+            if is_head and not self._sees_part and computes_on_parts(type(hidden)):
+                # Its rule calls the function again, with the part.
+                with patched(self, "_sees_part", True), self:
+                    return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

@@ -191,9 +191,10 @@ class FirstBatches:
         Returns:
             Whether the earlier step was compared.
         """
-        data = self._groups.data_parallel
-        # Replicas exchange this in a few steps only, since it costs a message.
-        is_due = data.size == 1 or self._epoch != epoch or self._steps == 0 or is_power_of_two(self._steps)
+        # Also over the ranks of one sequence: each computes other positions, and may find another kind of loss.
+        alike = self._groups.gradients
+        # They exchange this in a few steps only, since it costs a message.
+        is_due = alike.size == 1 or self._epoch != epoch or self._steps == 0 or is_power_of_two(self._steps)
         self._steps += 1
         if self._epoch != epoch:
             check_same_batch((args, kwargs), self._groups.replica)
@@ -205,7 +206,7 @@ class FirstBatches:
         if not is_due or self._verify == "off":
             return False
         is_wanted = unproven is not None
-        if any(comm.all_gather_object(is_wanted, data)) if data.size > 1 else is_wanted:
+        if any(comm.all_gather_object(is_wanted, alike)) if alike.size > 1 else is_wanted:
             self._seen.discard("training_step")
             self._prove("training_step", *(unproven or (args, kwargs)), why=_ANOTHER_WAY)
         return True

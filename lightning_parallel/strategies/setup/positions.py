@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -24,7 +24,7 @@ from lightning_parallel.strategies.options import ContextOptions
 from lightning_parallel.tensor.context import AttentionNote, PositionSplit, split_input
 from lightning_parallel.tensor.pieces import GATHERS
 
-__all__ = ["split_sequences"]
+__all__ = ["SequencePlan", "plan_sequences", "split_sequences"]
 
 _DIMS = (1, 0)  # hidden states (batch, positions, features), or positions first
 
@@ -46,30 +46,33 @@ class _SplitTrial:
     error: Exception | None
 
 
-def split_sequences(
-    module: LightningModule,
-    options: ContextOptions,
-    groups: MeshGroups,
-    records: Callable[[], list[StepTrace]],
-) -> None:
-    """Split hidden states along positions over the context axis, in every step from now on.
+class SequencePlan(NamedTuple):
+    """The blocks whose inputs are split.
+
+    Attributes:
+        dims: The dimension of positions in the input of each block, by its path.
+        is_causal: Whether all attention is causal without a mask.
+    """
+
+    dims: dict[str, int]
+    is_causal: bool
+
+
+def plan_sequences(
+    module: LightningModule, groups: MeshGroups, records: Callable[[], list[StepTrace]]
+) -> SequencePlan | None:
+    """Find the blocks whose inputs the context axis splits along positions; None without such an axis.
 
     Args:
-        module: The user's module.
-        options: The strategy's arguments.
+        module: The user's module, before its layers are sharded.
         groups: The mesh's groups.
         records: Records the steps of the run anew.
 
     Raises:
         ValueError: On every rank, if no block computes attention over positions.
     """
-    group, state = groups.context_parallel, ParallelState.of(module)
-    if state.positions is not None:
-        # The hooks of an earlier run stay. Its parameters are replicated, so the size of the axis may change.
-        state.positions.group, state.positions.method = group, options.method
-        return
-    if group.size == 1:
-        return
+    if groups.context_parallel.size == 1 or ParallelState.of(module).positions is not None:
+        return None
     with comm.failing_together(groups.world):
         blocks = {path: layer for layers in repeated_entries(module).values() for path, layer in layers}
         trials = _trials(blocks, records)
@@ -77,12 +80,34 @@ def split_sequences(
             # Blocks may be attributes, or one layer may be called several times.
             blocks = {path: child for path, child in module.named_modules() if path and _has_children(child)}
             trials = _trials(blocks, records, is_named=False)
-        found = _blocks_of(module, blocks, trials)
-    comm.agree("the blocks with split sequences", found, groups.world)
+        found = _blocks_of(module, trials)
+    dims = {path: dim for path, (dim, _) in found.items()}
+    comm.agree("the blocks with split sequences", dims, groups.world)
+    # Replicas see other masks.
     is_causal = all(note.is_causal for _, notes in found.values() for note in notes)
-    state.positions = split = PositionSplit(group, options.method, is_causal and options.method != "ulysses")
-    for path, (dim, _) in found.items():
-        hook_before(blocks[path], partial(_enter, state, split, path, dim), with_kwargs=True)
+    return SequencePlan(dims, all(comm.all_gather_object(is_causal, groups.world)))
+
+
+def split_sequences(
+    module: LightningModule, plan: SequencePlan | None, options: ContextOptions, groups: MeshGroups
+) -> None:
+    """Split hidden states along positions over the context axis, in every step from now on.
+
+    Args:
+        module: The user's module.
+        plan: The blocks; None without a context axis, or if an earlier run has found them.
+        options: The strategy's arguments.
+        groups: The mesh's groups.
+    """
+    group, state = groups.context_parallel, ParallelState.of(module)
+    if state.positions is not None:
+        # The hooks of an earlier run stay. Its parameters are replicated, so the size of the axis may change.
+        state.positions.group, state.positions.method = group, options.method
+    if plan is None:
+        return
+    state.positions = split = PositionSplit(group, options.method, plan.is_causal and options.method != "ulysses")
+    for path, dim in plan.dims.items():
+        hook_before(module.get_submodule(path), partial(_enter, state, split, path, dim), with_kwargs=True)
 
 
 def _has_children(module: nn.Module) -> bool:
@@ -116,9 +141,7 @@ def _trials(
     return found
 
 
-def _blocks_of(
-    module: nn.Module, blocks: Mapping[str, nn.Module], trials: list[_SplitTrial]
-) -> dict[str, tuple[int, list[AttentionNote]]]:
+def _blocks_of(module: nn.Module, trials: list[_SplitTrial]) -> dict[str, tuple[int, list[AttentionNote]]]:
     """Return the dimension of positions, and the attention, of each block that joins positions.
 
     Raises:
@@ -126,10 +149,9 @@ def _blocks_of(
     """
     found: dict[str, tuple[int, list[AttentionNote]]] = {}
     for trial in trials:
-        for path in blocks:
+        for path in dict.fromkeys(note.block for note in trial.notes):
             notes = [note for note in trial.notes if note.block == path]
-            if notes and path not in found:
-                found[path] = (trial.dim, notes)
+            found.setdefault(path, (trial.dim, notes))
     if found:
         return found
     errors = {str(trial.error) for trial in trials if trial.error is not None}
