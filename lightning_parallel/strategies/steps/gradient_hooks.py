@@ -71,11 +71,12 @@ class GradientHooks:
         self._tied: frozenset[str] = frozenset()
 
     @contextmanager
-    def held(self, epoch: int) -> Iterator[None]:
+    def held(self, epoch: int, is_compared: bool = False) -> Iterator[None]:
         """Take the hooks off inside the block; every rank of the pipeline enters it.
 
         Args:
             epoch: The current epoch.
+            is_compared: Whether the self-check runs the step. It has taken off the hooks of the reducer.
         """
         # Find the hooks in each step: code may register hooks between steps.
         self._steps += 1
@@ -84,7 +85,7 @@ class GradientHooks:
         # The dicts after the removal: any further key comes from the step.
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}
         try:
-            self._agree_on_tied(epoch)
+            self._agree_on_tied(-1 if is_compared else epoch)
             yield
             if self.is_due:
                 comm.raise_together(self._registered_failure(named, numbers), self._engine.group)
@@ -127,7 +128,7 @@ class GradientHooks:
         mine = frozenset(self._held) & frozenset(self._engine.tied)
         failure = None
         # At points that all ranks know, because the exchange is a collective.
-        if self.is_due or self._epoch != epoch:
+        if self.is_due or self._epoch != epoch or epoch < 0:
             self._epoch = epoch
             everyone = comm.all_gather_object(mine, self._engine.group)
             self._tied = frozenset().union(*everyone)

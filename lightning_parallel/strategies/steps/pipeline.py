@@ -207,7 +207,7 @@ class PipelineSteps:
         gather_attributes(self.module)
         # Fingerprints make the host wait for the device, so only some steps take them.
         frozen = FrozenParameters(self.module) if self._copies.looks else None
-        with self._hooks.held(self.module.current_epoch), _explain_missing_data(_TRAINING):
+        with self._hooks.held(self.module.current_epoch, self.is_compared), _explain_missing_data(_TRAINING):
             # Hooks ran for gradients of the first try, and replicas may have begun to reduce them.
             tries_again = is_alone and not self._hooks.are_held
             output = self._with_skips(_TRAINING, args, kwargs, run, tries_again)
