@@ -22,6 +22,7 @@ from lightning_parallel.compat.chance import random_state_kept
 from lightning_parallel.compat.torch import (
     FakeTensor,
     buffers_of,
+    computes_on_parts,
     functional_calls_swap,
     non_persistent_buffers_of,
     parameters_of,
@@ -383,7 +384,8 @@ def note_tensor(value: Tensor, memo: dict[int, Any], shares_placeholders: bool =
         memo: The memo of `deepcopy`.
         shares_placeholders: Whether a placeholder is its own copy.
     """
-    if shares_placeholders and type(value) is PlaceholderTensor:
+    # A copy of a piece would gather it.
+    if (shares_placeholders and type(value) is PlaceholderTensor) or computes_on_parts(type(value)):
         memo[id(value)] = value
         return
     is_refused = type(value) is Tensor and value.requires_grad and not value.is_leaf
