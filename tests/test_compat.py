@@ -277,6 +277,15 @@ def test_a_backward_pass_has_an_id_while_it_runs():
     assert -1 not in seen
 
 
+def test_gradients_of_the_tensors_of_this_rank():
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
+    found = compat_torch.gradients_here((x**3).sum(), [x, unused], create_graph=True)
+    assert found[0].tolist() == [3, 3]
+    assert found[1] is None
+    assert compat_torch.gradients_here(found[0], [x], torch.tensor([1.0, 2.0]))[0].tolist() == [6, 12]
+    assert x.grad is None
+
+
 def test_private_names_of_transformers():
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8

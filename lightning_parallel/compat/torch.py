@@ -39,6 +39,7 @@ from torch._C import _swap_tensor_impl as swap_tensor_impl
 
 # Tensors without data, on a device that need not exist, with torch's own shape functions; `torch.export` uses them too.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
@@ -148,6 +149,7 @@ __all__ = [
     "non_persistent_buffers_of",
     "make_wrapper_subclass",
     "map_only",
+    "gradients_here",
     "has_data",
     "keeps_graph",
     "overload_packet",
@@ -582,6 +584,20 @@ def schema_of(operation: Any) -> Any:
 def keeps_graph() -> bool:
     """Return whether the running backward keeps its graph for another one, which no public function tells."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def gradients_here(
+    output: Tensor, inputs: Sequence[Tensor], gradient: Tensor | None = None, create_graph: bool = False
+) -> tuple[Any, ...]:
+    """Return the gradients of this rank's tensors, None for an unused tensor.
+
+    In a run, `torch.autograd.grad` gives the gradients of full tensors, and tensor classes may answer it.
+    """
+    gradient = torch.ones_like(output) if gradient is None else gradient
+    found: tuple[Any, ...] = _engine_run_backward(
+        (output,), (gradient,), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
 
 
 def is_backward_running() -> bool:

@@ -95,8 +95,8 @@ class TensorParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
-        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
-            sequence never exist whole. `off` does not.
+        tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
+            features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -316,8 +316,8 @@ class PipelineParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
-        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
-            sequence never exist whole. `off` does not.
+        tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
+            features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -457,8 +457,8 @@ class HybridParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
-        tiled: Compute the cross-entropy of the head in tiles of positions with `auto`, so that the logits of a long
-            sequence never exist whole. `off` does not.
+        tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
+            features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.

@@ -32,6 +32,7 @@ from lightning_parallel.compat.torch import (
     cast_operator,
     computes_on_parts,
     gather_absent,
+    gradients_here,
     keeps_graph,
     log_softmax_operator,
     make_wrapper_subclass,
@@ -41,7 +42,7 @@ from lightning_parallel.compat.torch import (
     unsafe_view,
     version_of,
 )
-from lightning_parallel.tensor.tiles import Tiling, num_tiles
+from lightning_parallel.tensor.tiles import Tiling, tiling_of, wide_zeros
 from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["TiledHead", "TiledLogits", "best_in_tiles", "run_on_logits", "tiled_losses"]
@@ -365,14 +366,19 @@ def _differentiated(
 ) -> list[Tensor | None]:
     """Run a function again and return the gradients of its inputs; with a graph in a backward that makes a graph."""
     with_graph = torch.is_grad_enabled()
-    if not with_graph:
-        inputs = [
-            value if value is None else value.detach().requires_grad_(needed) for value, needed in zip(inputs, wanted)
-        ]
+    # Aliases: the hooks of a parameter run once, when autograd has its gradient.
+    inputs = [
+        value
+        if value is None
+        else value.view_as(value)
+        if with_graph and needed
+        else value.detach().requires_grad_(needed)
+        for value, needed in zip(inputs, wanted)
+    ]
     with torch.enable_grad():
         result = function(*inputs)
         of = [value for value, needed in zip(inputs, wanted) if needed and value is not None]
-        grads = iter(torch.autograd.grad(result, of, grad, create_graph=with_graph))
+        grads = iter(gradients_here(result, of, grad, with_graph))
     return [next(grads) if needed and value is not None else None for value, needed in zip(inputs, wanted)]
 
 
@@ -580,7 +586,7 @@ _told: set[int] = set()
 
 def _tile_rows(flat: _Product) -> Tiling:
     positions, features = flat.rows.shape
-    return num_tiles(positions, features, flat.width, flat.rows.element_size())
+    return tiling_of(positions, features, flat.width, flat.rows.element_size())
 
 
 def tiled_losses(
@@ -678,12 +684,6 @@ class _TileWork:
         return losses
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Return zeros for a sum over tiles, which needs more digits than half precision has."""
-    kind = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    return torch.zeros_like(tensor, dtype=kind, memory_format=torch.contiguous_format)
-
-
 class _Sums:
     """The gradients of weight and bias, summed over tiles, and of the rows.
 
@@ -698,8 +698,8 @@ class _Sums:
         assert rows is not None
         assert weight is not None
         self.of_rows = torch.empty_like(rows) if wanted[0] else None
-        self.of_weight = _wide(weight) if wanted[1] else None
-        self.of_bias = _wide(bias) if bias is not None and wanted[2] else None
+        self.of_weight = wide_zeros(weight) if wanted[1] else None
+        self.of_bias = wide_zeros(bias) if bias is not None and wanted[2] else None
 
     def add(self, first: int, rows: Tensor, grad: Tensor) -> None:
         """Add the gradients of the rows from `first` on, given the gradient (n, C) of their product."""
@@ -744,7 +744,7 @@ class _LossAndGradients(Function):
             with torch.set_grad_enabled(any(wanted)):
                 loss = work.losses(recipe.finished(logits), labels, reduction="sum")
             if any(wanted):
-                (grad,) = torch.autograd.grad(loss, logits)
+                (grad,) = gradients_here(loss, [logits])
                 del logits
                 sums.add(first, tile, grad)
                 del grad
@@ -813,7 +813,7 @@ class _LossesAgain(Function):
             logits = recipe.of(rows[part], near, bias_near).requires_grad_()
             with torch.enable_grad(), around():
                 each = work.losses(recipe.finished(logits), target[part], reduction="none")
-            (own,) = torch.autograd.grad(each, logits, grad[part].to(each.dtype))
+            (own,) = gradients_here(each, [logits], grad[part].to(each.dtype))
             sums.add(first, rows[part], own)
         found = [
             None if value is None else value.to(like.dtype) for value, like in zip(sums.all(), (rows, weight, bias))

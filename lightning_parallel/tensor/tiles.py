@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["LEAST_BYTES", "MOST_BYTES", "Tiling", "num_tiles"]
+import torch
+from torch import Tensor
+
+__all__ = ["LEAST_BYTES", "MOST_BYTES", "Tiling", "tiling_of", "wide_zeros"]
 
 LEAST_BYTES = 16 << 20
 """Smaller tiles would save no memory that counts."""
@@ -33,7 +36,7 @@ class Tiling:
     bytes: int
 
 
-def num_tiles(positions: int, features: int, width: int, itemsize: int) -> Tiling:
+def tiling_of(positions: int, features: int, width: int, itemsize: int) -> Tiling:
     """Return tiles for the largest tensor of a computation on hidden states.
 
     Args:
@@ -47,3 +50,9 @@ def num_tiles(positions: int, features: int, width: int, itemsize: int) -> Tilin
     count = max(1, math.ceil(positions * size / wanted))
     rows = max(1, math.ceil(positions / count))
     return Tiling(max(1, math.ceil(positions / rows)), rows, rows * size)
+
+
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Return zeros for a sum over tiles, which needs more digits than half precision has."""
+    kind = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+    return torch.zeros_like(tensor, dtype=kind, memory_format=torch.contiguous_format)

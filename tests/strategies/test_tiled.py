@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.tensor import tiled_logits, tiles
+from lightning_parallel.tensor import tiled_logits, tiled_modules, tiles
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 
@@ -104,6 +104,21 @@ def check(trainer, module, tied=True, tolerance=1e-10):
 
 
 @contextlib.contextmanager
+def counted_tiles():
+    """Note the number of tiles of each call of an MLP."""
+    found = []
+    joined = tiled_modules._joined
+
+    def noted(parts, *rest):
+        parts = list(parts)
+        found.append(len(parts))
+        return joined(parts, *rest)
+
+    with patched(tiled_modules, "_joined", noted):
+        yield found
+
+
+@contextlib.contextmanager
 def counted_losses():
     """Note the number of tiles of each loss."""
     found = []
@@ -115,9 +130,10 @@ def counted_losses():
 
 def test_one_process():
     module = GPT()
-    with counted_losses() as losses:
+    with counted_losses() as losses, counted_tiles() as counts:
         trainer = fit(module, HybridParallelStrategy(tiled="auto"), 1)
     assert len(losses) == 2
+    assert counts == [5] * 2 * 4  # 2 steps of 4 layers; tiles of 2 positions
     check(trainer, module)
 
 
@@ -135,8 +151,10 @@ TWO = {
 def test_two_ranks(group, layout):
     sizes, replicas = TWO[layout]
     module = GPT()
-    with counted_losses() as losses:
+    with counted_losses() as losses, counted_tiles() as counts:
         trainer = fit(module, HybridParallelStrategy(tiled="auto", **sizes), 2, replicas, verifies=True)
+    assert all(count > 1 for count in counts)
+    assert bool(counts) == (layout != "sequence")
     # The last stage of a pipeline has the head.
     assert bool(losses) == ("pipeline" not in layout or group.rank == 1)
     check(trainer, module)

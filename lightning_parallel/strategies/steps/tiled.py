@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -13,8 +15,10 @@ from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import CALLS, AroundCalls
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.tensor.head import HeadLinear
+from lightning_parallel.tensor.layers import ColumnLinear, RowLinear
 from lightning_parallel.tensor.tile_plan import TilePlan, find_tiles
 from lightning_parallel.tensor.tiled_logits import TiledHead
+from lightning_parallel.tensor.tiled_modules import TiledModule
 
 __all__ = ["plan_tiles", "tile_modules"]
 
@@ -44,7 +48,7 @@ def tile_modules(module: nn.Module, is_on: bool) -> None:
     """
     for child in module.modules():
         around = vars(child).get(CALLS)
-        if isinstance(around, AroundCalls) and isinstance(around.around, TiledHead):
+        if isinstance(around, AroundCalls) and isinstance(around.around, (TiledHead, TiledModule)):
             vars(child)[CALLS] = around.compiled
         if isinstance(child, HeadLinear):
             child.in_tiles = False
@@ -58,5 +62,39 @@ def tile_modules(module: nn.Module, is_on: bool) -> None:
         # A pipeline has replaced the layers of other stages.
         elif next(layer.parameters(), None) is not None:
             vars(layer)[CALLS] = AroundCalls(layer, TiledHead(layer))
+    whole = dict(plan.no_mlps)
+    for path, width in plan.mlps.items():
+        child = module.get_submodule(path)
+        if isinstance(vars(child).get(CALLS), AroundCalls):
+            whole[path] = "backward computes the whole layer again"
+        elif any(isinstance(each, RowLinear) and each.lengths is not None for each in child.modules()):
+            whole[path] = "its layers gather the sequence (`sequence_parallel`)"
+        elif next(child.parameters(), None) is not None:
+            vars(child)[CALLS] = AroundCalls(child, TiledModule(path, child, _width_here(child, width)))
+    _tell_tiles(plan, whole)
+
+
+def _width_here(module: nn.Module, width: int) -> int:
+    """Return the features of the largest inner tensor on this rank: a sharded layer makes some of them."""
+    shards = [child for child in module.modules() if isinstance(child, ColumnLinear) and not child.gather_output]
+    full = {child.feature_rule.full_size: max(child.feature_rule.sizes) for child in shards}
+    return full.get(width, width)
+
+
+def _tell_tiles(plan: TilePlan, whole: Mapping[str, str]) -> None:
+    """Say what runs in tiles, and why other parts do not."""
     heads = ", ".join(f"`{path}`" for path in plan.heads)
-    tell(f"tiled='auto': {f'{heads} and its loss run in tiles' if heads else f'no loss in tiles: {plan.no_head}'}.")
+    lines = [f"{heads} and its loss run in tiles" if heads else f"no loss in tiles: {plan.no_head}"]
+    tiled = [path for path in plan.mlps if path not in whole]
+    if tiled:
+        lines.append(f"{_counted(tiled)} {'run' if len(tiled) > 1 else 'runs'} in tiles if the sequence is long")
+    for why in dict.fromkeys(whole.values()):
+        lines.append(f"not {_counted([path for path in whole if whole[path] == why])}: {why}")
+    if not plan.mlps and not plan.no_mlps:
+        lines.append("no module inside layers has an inner tensor larger than its input and output")
+    tell(f"tiled='auto': {'; '.join(lines)}.")
+
+
+def _counted(paths: Sequence[str]) -> str:
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", path) for path in paths)
+    return ", ".join(f"`{kind}`" + (f" ({count} modules)" if count > 1 else "") for kind, count in kinds.items())
