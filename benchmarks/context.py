@@ -1,7 +1,7 @@
 """Attention of sharded sequences: bytes of each method, how much a ring hides, and a ring of torch.
 
     python benchmarks/context.py bytes [--ranks 4] [--length 4096]
-    sudo python benchmarks/context.py ring [--hosts 2 4] [--rate 300] [--compute-ms 60 200]
+    sudo python benchmarks/context.py ring [--hosts 2 4] [--rate 300] [--compute-ms 60 200] [--length 2048]
     python benchmarks/context.py peer [--lengths 1024 4096] [--rounds 5]
 
 bytes: forward and backward of one attention, causal, with 8 query heads. The bytes that `comm` counts stand beside
@@ -180,6 +180,15 @@ SIDES: dict[str, Method] = {"alone": "ring", "ring": "ring", "ring, in turn": "r
 SIDES["ulysses"] = "ulysses"
 
 
+def _side(name: str, tensors: list[Tensor], length: int, group: Group) -> None:
+    with ExitStack() as stack:
+        if name == "alone":
+            stack.enter_context(comm.skip_communication())
+        elif name == "ring, in turn":
+            stack.enter_context(patched(comm, "exchange", _exchanged_at_once))
+        step(SIDES[name], tensors, length, group)
+
+
 def time_ring(arguments: argparse.Namespace) -> None:
     """Measure the methods, as one host among others; the first one writes the results."""
     torch.set_num_threads(1)
@@ -190,17 +199,15 @@ def time_ring(arguments: argparse.Namespace) -> None:
     tensors = inputs(length, HEADS, group)
     found = []
     for compute_ms in arguments.compute_ms:
-        for name, method in SIDES.items():
-            with ExitStack() as stack:
-                sleeping(stack, compute_ms / 1e3, length, group.size)
-                if name == "alone":
-                    stack.enter_context(comm.skip_communication())
-                elif name == "ring, in turn":
-                    stack.enter_context(patched(comm, "exchange", _exchanged_at_once))
-                taken = in_turn([partial(step, method, tensors, length, group)], group, arguments.rounds)
-            before = _sent_bytes()
-            step(method, tensors, length, group)
-            found.append((compute_ms, name, statistics.median(taken[0]), _sent_bytes() - before))
+        with ExitStack() as stack:
+            sleeping(stack, compute_ms / 1e3, length, group.size)
+            runs = [partial(_side, name, tensors, length, group) for name in SIDES]
+            # In turn: what else runs on the machine slows all of them.
+            taken = in_turn(runs, group, arguments.rounds)
+            for name, run, seconds in zip(SIDES, runs, taken):
+                before = _sent_bytes()
+                run()
+                found.append((compute_ms, name, statistics.median(seconds), _sent_bytes() - before))
     if group.rank == 0:
         Path(arguments.results).write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -294,8 +301,8 @@ def main() -> None:
     command.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     command.add_argument("--rate", type=int, default=300, help="Mbit/s")
     command.add_argument("--compute-ms", type=float, nargs="+", default=[60, 200], help="of a forward")
-    command.add_argument("--length", type=int, default=4096)
-    command.add_argument("--rounds", type=int, default=2)
+    command.add_argument("--length", type=int, default=2048)
+    command.add_argument("--rounds", type=int, default=4)
     for hidden in ("--address", "--results"):
         command.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--rank", "--world-size"):
