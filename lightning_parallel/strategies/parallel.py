@@ -190,9 +190,9 @@ class ContextParallelStrategy(MeshStrategy):
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
-        zero_stage: ZeRO stage over the replicas. Stage 1 shards the optimizer state. Stage 2 also shards the gradients
-            between backward and the end of the step. Stage 3 also shards the parameters, and gathers them for each
-            layer.
+        zero_stage: ZeRO stage over the data and context axes, whose ranks hold the same parameters. Stage 1 shards the
+            optimizer state. Stage 2 also shards the gradients between backward and the end of the step. Stage 3 also
+            shards the parameters, and gathers them for each layer.
         reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
@@ -447,9 +447,9 @@ class HybridParallelStrategy(MeshStrategy):
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
         hierarchical: Sum full gradients inside a node, and compress between nodes only. True groups the replicas by
             host. A number sets the replicas per node.
-        zero_stage: ZeRO stage over the replicas. Stage 1 shards the optimizer state. Stage 2 also shards the gradients
-            between backward and the end of the step. Stage 3 also shards the parameters, and gathers them for each
-            layer.
+        zero_stage: ZeRO stage over the data and context axes, whose ranks hold the same parameters. Stage 1 shards the
+            optimizer state. Stage 2 also shards the gradients between backward and the end of the step. Stage 3 also
+            shards the parameters, and gathers them for each layer.
         reshard: How long full parameters stay, with `zero_stage=3`: until the next `layer` begins, or until the `step`
             ends. `auto` takes `step` in a pipeline with several microbatches, which use a layer again and again.
         activation_checkpointing: Recompute activations of the repeated layers in backward, which saves memory and takes
