@@ -56,6 +56,8 @@ Ranges = tuple[tuple[Range, ...], ...]
 MASK_TILE = 1024
 """Most rows and columns of a tile of an explicit mask, so that few tiles of a narrow mask have any scores."""
 
+_connected: set[str] = set()
+"""Names of the groups whose ranks have all communicated once."""
 _KEYS_TAG, _GRADIENTS_TAG = ((1 << 20) + number for number in (8, 9))
 
 
@@ -313,6 +315,10 @@ class _Trip:
         self._block: Tensor | None = own
         self._next: Tensor | None = None
         self._pending: comm.Pending | None = None
+        # NCCL connects a group at its first call, in which all ranks must take part; a rank without messages would not.
+        if group.is_ordered and group.name not in _connected and not comm.skips_communication():
+            comm.all_reduce_(own.new_zeros(1), group)
+            _connected.add(group.name)
 
     def start(self, turn: int) -> tuple[int, Tensor | None]:
         """Start to send the block on; return its owner, and the block if it has come this far."""

@@ -21,6 +21,7 @@ from lightning_parallel.tensor.context_methods import (
 from lightning_parallel.tensor.ring_attention import causal_turns, masked_turns
 from lightning_parallel.tensor.sharding import Shard, balanced
 from tests.harness import distributed, recorded_communication, run
+from tests.strict_order import strict_order
 
 METHODS = ("gather", "ulysses", "ring")
 
@@ -76,6 +77,17 @@ def test_equals_one_process(world):
 def equals_one_process(group):
     with patched(ring_attention, "MASK_TILE", 2), patched(attention_tiles, "MAX_SCORES", 60):
         equals_in_all_cases(group)
+
+
+@distributed(world_size=3)
+def test_messages_keep_the_order_that_nccl_needs(group):
+    ring_attention._connected.clear()
+    with strict_order():
+        for divide in (balanced_rows, consecutive):
+            for kind, lengths, heads, kv_heads in CASES:
+                rules = [divide(length, group.size) for length in lengths]
+                equals(group, rules, kind, heads, kv_heads, "ring", f"{divide.__name__} {kind} {lengths}")
+        assert ring_attention._connected == {group.name}, "a rank without messages has not met the others"
 
 
 def equals_in_all_cases(group):
