@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel import AutoResume, CompressedDDPStrategy, HybridParallelStrategy, PowerSGD, TopK
 from lightning_parallel.callbacks.resume import auto_resume
 from lightning_parallel.compat import patched
+from lightning_parallel.strategies import mesh_strategy
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 
@@ -162,9 +163,11 @@ def test_ranks_go_on_bit_for_bit(strategy, tmp_path):
     def data():
         return loader_of(2, 20)  # 10 steps in an epoch of one replica, 3 of four: it ends in the first or in the second
 
-    whole, _ = fit(tmp_path / "whole", data(), strategy=make(), **options | {"module": DeepDropping()})
-    with saved:
-        fit(tmp_path / "cut", data(), 4, strategy=make(), **options | {"module": DeepDropping()})
-    module, trainer = fit(tmp_path / "cut", data(), strategy=make(), **options | {"module": DeepDropping()})
+    # The layers have no positions that a context axis could split.
+    with patched(mesh_strategy, "plan_sequences", lambda *_: None):
+        whole, _ = fit(tmp_path / "whole", data(), strategy=make(), **options | {"module": DeepDropping()})
+        with saved:
+            fit(tmp_path / "cut", data(), 4, strategy=make(), **options | {"module": DeepDropping()})
+        module, trainer = fit(tmp_path / "cut", data(), strategy=make(), **options | {"module": DeepDropping()})
     assert_equal_weights(module, whole)
     assert module.epoch_means == whole.epoch_means

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, LocalSGDStrategy, SelfCheckError, comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compression import Dense
+from lightning_parallel.strategies import mesh_strategy
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
@@ -50,11 +51,17 @@ class Partial(Varied):
         return output
 
 
+def whole_sequences():
+    """Leave the modules of these tests whole: they have no positions, and the tests are about the axis alone."""
+    return patched(mesh_strategy, "plan_sequences", lambda *_: None)
+
+
 def run(layout, module, **options):
     sizes, replicas = LAYOUTS[layout]
     known = {"zero_stage", "checkpoint_format", "compression"}
     of_strategy = {name: options.pop(name) for name in known & options.keys()}
-    return fit(module, HybridParallelStrategy(**sizes, **of_strategy), 4, replicas, **options)
+    with whole_sequences():
+        return fit(module, HybridParallelStrategy(**sizes, **of_strategy), 4, replicas, **options)
 
 
 make = functools.partial(SGD, lr=0.1, momentum=0.9)
@@ -123,7 +130,8 @@ def test_ranks_of_the_axis_read_the_same_samples_and_draw_the_same_numbers(group
     module = Drawing()
     torch.manual_seed(group.rank)
     trainer = trainer_for(ContextParallelStrategy(context_parallel_size=size), 4, max_epochs=1, limit_train_batches=2)
-    trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
+    with whole_sequences():
+        trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
     found = comm.all_gather_object(module.drawn, Group.of())
     assert trainer.world_size == 4 // size
     assert len(found[0]) == 2
@@ -140,10 +148,11 @@ def test_the_self_check_compares_the_mean_over_the_axis(group, layout):
     sizes, replicas = LAYOUTS[layout]
     strategy = HybridParallelStrategy(**sizes)
     strategy.verify = "always"
-    fit(Faulty(2.0, 0.0), strategy, 4, replicas)
+    with whole_sequences():
+        fit(Faulty(2.0, 0.0), strategy, 4, replicas)
     strategy = HybridParallelStrategy(**sizes)
     strategy.verify = "always"
-    with pytest.raises(SelfCheckError, match="gradient"):
+    with whole_sequences(), pytest.raises(SelfCheckError, match="gradient"):
         fit(Faulty(2.0, 1.0), strategy, 4, replicas)
 
 
