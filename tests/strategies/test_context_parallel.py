@@ -4,6 +4,9 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -110,6 +113,65 @@ def test_every_layout_resumes_every_other(group):
 
     names = ["1:context 2, data 2 as sharded", "0:pipeline 2, context 2 as sharded", "3:context 2, tensor 2"]
     resume_in_a_ring(run_in, ["stock", *names], "adam", group)  # stock Lightning reads one file
+
+
+class Attending(nn.Module):
+    """A block with causal attention over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Sequences(LightningModule):
+    """Predicts a class for each position."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList(Attending() for _ in range(4))
+        self.head = nn.Linear(8, 5)
+        self.double()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        x = self.embed(x.unsqueeze(-1))  # each feature of a sample is a position here
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), y[:, None].expand(-1, x.shape[1]).flatten())
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@functools.cache
+def sequences_on_one_process():
+    module = Sequences()
+    fit(module, "auto", 1, **OPTIONS)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [("context 4", [0]), ("context 2, data 2", [0, 3]), ("context 2, tensor 2", [2]), ("pipeline 2, context 2", [0])],
+)
+@distributed(world_size=4)
+def test_split_sequences_train_like_one_process(group, layout, stages):
+    for stage in stages:
+        module = Sequences()
+        sizes, replicas = LAYOUTS[layout]
+        trainer = fit(module, HybridParallelStrategy(**sizes, zero_stage=stage), 4, replicas, **OPTIONS)
+        assert ParallelState.of(trainer.strategy.module).positions is not None
+        for name, value in module.state_dict().items():
+            expected = sequences_on_one_process()[name]
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12, msg=f"{stage}: {name}")
 
 
 class Drawing(Deep):
