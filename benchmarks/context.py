@@ -1,8 +1,9 @@
-"""Attention of sharded sequences: bytes of each method, how much a ring hides, and a ring of torch.
+"""Long sequences: attention of sharded sequences (bytes, a ring, torch's ring), and a loss in tiles of positions.
 
     python benchmarks/context.py bytes [--ranks 4] [--length 4096]
     sudo python benchmarks/context.py ring [--hosts 2 4] [--rate 300] [--compute-ms 60 200] [--length 2048]
     python benchmarks/context.py peer [--lengths 1024 4096] [--rounds 5]
+    python benchmarks/context.py tiled [--classes 50257 151936] [--length 4096] [--width 256] [--rounds 3] [--record]
 
 bytes: forward and backward of one attention, causal, with 8 query heads. The bytes that `comm` counts stand beside
 those of the formula (`attention_messages`), and the ratio to `gather` beside them. The method that `auto` chooses has a
@@ -16,6 +17,9 @@ each message before it computes. Without root, `ip` or `tc` nothing is measured.
 peer: a step of attention, forward and backward, two ranks in turn in one process group, as ratios to `gather` of this
 library. torch's `context_parallel` has no rule for kernels of CPUs, so its ring is called with them by hand, with its
 all-to-all and its balance. It shards equal positions only, and joins head and tail as this library does.
+
+tiled: forward and backward of a head and its cross-entropy, with `tiled="auto"` as a ratio to whole logits. `peak` are
+the most bytes alive besides hidden states, weight and their gradients. `step` is the time. Both sides in turn.
 """
 
 from __future__ import annotations
@@ -39,14 +43,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import in_turn
+from results import record
 from shaped_network import Network, unavailable
-from torch import Tensor
+from sleeping import LiveBytes
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.torch import CPU_FLASH_ATTENTION, CPU_FLASH_ATTENTION_BACKWARD
+from lightning_parallel.compat.torch import CALLS, CPU_FLASH_ATTENTION, CPU_FLASH_ATTENTION_BACKWARD, AroundCalls
 from lightning_parallel.tensor import context_attention, ring_attention
 from lightning_parallel.tensor.attention_tiles import Gradients, Partial
 from lightning_parallel.tensor.context_attention import attend
@@ -57,6 +64,8 @@ from lightning_parallel.tensor.context_methods import (
     balanced_rows,
     choose_method,
 )
+from lightning_parallel.tensor.tiled_logits import TiledHead
+from lightning_parallel.tensor.tiles import tiling_of
 from lightning_parallel.tracing import Recorder, activate
 
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -290,6 +299,45 @@ def compare_peer(group: Group, arguments: argparse.Namespace) -> None:
             print(f"{length:8} " + " ".join(f"{seconds / gather:14.2f}" for seconds in others))
 
 
+# -------------------------------------------------------------------------------------------------- tiles of positions
+
+
+def head_step(head: nn.Linear, hidden: Tensor, target: Tensor) -> None:
+    """Run forward and backward of a head and its loss, as users write them."""
+    logits = head(hidden)
+    functional.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1)).backward()
+    hidden.grad = head.weight.grad = None
+
+
+def compare_tiles(arguments: argparse.Namespace) -> None:
+    """Print peak bytes and time of a loss in tiles, as ratios to whole logits."""
+    print(f"{'classes':>10}{'tiles':>8}{'peak':>8}{'step':>8}")
+    found = {}
+    for classes in arguments.classes:
+        hidden = torch.randn(1, arguments.length, arguments.width, requires_grad=True)
+        target = torch.randint(classes, (1, arguments.length))
+        heads = [nn.Linear(arguments.width, classes, bias=False) for _ in range(2)]
+        vars(heads[1])[CALLS] = AroundCalls(heads[1], TiledHead(heads[1]))
+        tiling = tiling_of(arguments.length, arguments.width, classes, hidden.element_size())
+        # The gradients take their own bytes on both sides.
+        beside = (hidden.numel() + heads[0].weight.numel()) * hidden.element_size()
+        peaks, times = [], [[], []]
+        for head in heads:
+            with LiveBytes() as live:
+                head_step(head, hidden, target)
+            peaks.append(live.peak - beside)
+        for _ in range(arguments.rounds):
+            for head, own in zip(heads, times):
+                begun_s = time.perf_counter()
+                head_step(head, hidden, target)
+                own.append(time.perf_counter() - begun_s)
+        whole_s, tiled_s = map(statistics.median, times)
+        found[f"{classes} classes"] = {"peak": peaks[1] / peaks[0], "step": tiled_s / whole_s}
+        print(f"{classes:10}{tiling.count:8}{peaks[1] / peaks[0]:8.2f}{tiled_s / whole_s:8.2f}", flush=True)
+    if arguments.record:
+        record("tiled", found)
+
+
 def main() -> None:
     """Print the tables of a subcommand."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -311,8 +359,16 @@ def main() -> None:
     command.add_argument("--ranks", type=int, default=2)
     command.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
     command.add_argument("--rounds", type=int, default=5)
+    command = commands.add_parser("tiled")
+    command.add_argument("--classes", type=int, nargs="+", default=[50257, 151936])
+    command.add_argument("--length", type=int, default=4096)
+    command.add_argument("--width", type=int, default=256)
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--record", action="store_true")
     arguments = parser.parse_args()
-    if arguments.command == "ring":
+    if arguments.command == "tiled":
+        compare_tiles(arguments)
+    elif arguments.command == "ring":
         (show_ring if arguments.rank is None else time_ring)(arguments)
     else:
         on_ranks({"bytes": count_bytes, "peer": compare_peer}[arguments.command], arguments)

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LEAST_BYTES", "MOST_BYTES", "Tiling", "tiling_of", "wide_zeros"]
+__all__ = ["LEAST_BYTES", "LEAST_ROWS", "MOST_BYTES", "Tiling", "tiling_of", "wide_zeros"]
 
 LEAST_BYTES = 16 << 20
 """Smaller tiles would save no memory that counts."""
+
+LEAST_ROWS = 512
+"""Each tile adds to the gradient of the weight, whose memory traffic would exceed the products of fewer positions."""
 
 MOST_BYTES = 512 << 20
 """The weight is read in less time than a tile of this size takes."""
@@ -48,7 +51,7 @@ def tiling_of(positions: int, features: int, width: int, itemsize: int) -> Tilin
     size = max(1, width * itemsize)
     wanted = min(max(positions * features * itemsize, LEAST_BYTES), MOST_BYTES)
     count = max(1, math.ceil(positions * size / wanted))
-    rows = max(1, math.ceil(positions / count))
+    rows = max(1, math.ceil(positions / count), min(positions, LEAST_ROWS))
     return Tiling(max(1, math.ceil(positions / rows)), rows, rows * size)
 
 

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.tensor import tiled_logits, tiled_modules, tiles
+from lightning_parallel.tensor import tiled_logits, tiled_modules
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
+from tests.tensor.test_tiled_logits import small_tiles
 
 CLASSES, LENGTH, WIDTH = 48, 10, 16
 
@@ -83,7 +84,7 @@ def fit(module, strategy, devices, replicas=1, **options):
     tokens[tokens == 0] = 1
     loader = DataLoader(tokens, batch_size=8 // replicas, sampler=sampler)
     trainer = trainer_for(strategy, devices, **{"max_epochs": 1, **options})
-    with patched(tiles, "LEAST_BYTES", 1):
+    with small_tiles():
         trainer.fit(module, loader)
     return trainer
 

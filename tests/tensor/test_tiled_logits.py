@@ -1,5 +1,6 @@
 """Logits in tiles of positions: loss and gradients equal to whole logits, with no tensor of their size."""
 
+import contextlib
 import copy
 
 import pytest
@@ -14,6 +15,13 @@ from lightning_parallel.tensor import tiles
 from lightning_parallel.tensor.tiled_logits import TiledHead, TiledLogits
 
 SAMPLES, LENGTH, FEATURES, CLASSES = 3, 7, 8, 40
+
+
+@contextlib.contextmanager
+def small_tiles():
+    """Use tiles also for few positions."""
+    with patched(tiles, "LEAST_BYTES", 1), patched(tiles, "LEAST_ROWS", 1):
+        yield
 
 
 class Largest(TorchDispatchMode):
@@ -113,7 +121,7 @@ def results(loss_of, tiled, bias=True, with_graph=False):
         vars(head)[CALLS] = AroundCalls(head, TiledHead(head))
     x = torch.randn(SAMPLES, LENGTH, FEATURES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     parameters = [*first.parameters(), *head.parameters()]
-    with patched(tiles, "LEAST_BYTES", 1), Largest() as largest:
+    with small_tiles(), Largest() as largest:
         logits = head(first(x))
         assert isinstance(logits, TiledLogits) == tiled
         # The tied embedding has a gradient from elsewhere, too.
@@ -155,7 +163,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     first, head = layers(True)
     vars(head)[CALLS] = AroundCalls(head, TiledHead(head))
     x = torch.randn(SAMPLES, LENGTH, FEATURES, dtype=torch.float64)
-    with patched(tiles, "LEAST_BYTES", 1):
+    with small_tiles():
         loss = TILED["mean"](head(first(x))) * 0.5
     once = torch.autograd.grad(loss, head.parameters(), retain_graph=True)
     assert_close(torch.autograd.grad(loss, head.parameters()), once)
@@ -173,7 +181,7 @@ def test_half_precision_is_as_exact_as_whole_logits(kind):
     for tiled in (False, True):
         if tiled:
             vars(head)[CALLS] = AroundCalls(head, TiledHead(head))
-        with patched(tiles, "LEAST_BYTES", 1), torch.autocast("cpu", dtype, enabled="mixed" in kind):
+        with small_tiles(), torch.autocast("cpu", dtype, enabled="mixed" in kind):
             loss = TILED["mean"](head(first(x)))
         assert loss.dtype == (torch.float32 if "mixed" in kind else dtype)
         found = torch.autograd.grad(loss * scale, [*first.parameters(), *head.parameters()])

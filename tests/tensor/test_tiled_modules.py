@@ -10,10 +10,10 @@ from torch import nn
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import CALLS, AroundCalls
 from lightning_parallel.step_trace.record import record_step
-from lightning_parallel.tensor import tiled_modules, tiles
+from lightning_parallel.tensor import tiled_modules
 from lightning_parallel.tensor.tile_plan import find_tiles
 from lightning_parallel.tensor.tiled_modules import TiledModule
-from tests.tensor.test_tiled_logits import Largest, assert_close
+from tests.tensor.test_tiled_logits import Largest, assert_close, small_tiles
 
 SAMPLES, LENGTH, FEATURES, INNER = 2, 12, 4, 16
 
@@ -91,7 +91,7 @@ def results(kind, tiled, with_graph=False, dtype=torch.float64):
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(SAMPLES, LENGTH, FEATURES, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     wanted = [x, *module.parameters()]
-    with patched(tiles, "LEAST_BYTES", 1), patched(tiled_modules, "_FEW", 4), Largest() as largest:
+    with small_tiles(), patched(tiled_modules, "_FEW", 4), Largest() as largest:
         y = module(x)
         gradients = torch.autograd.grad(y.square().sum(), wanted, create_graph=with_graph, allow_unused=True)
         if with_graph:
@@ -138,7 +138,7 @@ def test_hooks_see_the_whole_module_and_parameters_once():
     copied = copy.deepcopy(module)
     module.layers[0].up.register_forward_hook(lambda layer, args, output: shapes.append(output.shape[1]))
     x = torch.randn(SAMPLES, LENGTH, FEATURES, dtype=torch.float64)
-    with patched(tiles, "LEAST_BYTES", 1):
+    with small_tiles():
         module(x).sum().backward()
     assert len(seen) == 2
     assert shapes == [LENGTH]
