@@ -200,6 +200,8 @@ class ContextParallelStrategy(MeshStrategy):
             products, attention and communication. `auto` chooses as few layers as fit in memory. `off` keeps all.
         cpu_offload: Tensors in host memory, a tuple of names. `optimizer` keeps the state there, and takes its steps on
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
+        tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
+            features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -242,6 +244,7 @@ class ContextParallelStrategy(MeshStrategy):
         reshard: Reshard = "auto",
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
+        tiled: Tiled = "off",
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,

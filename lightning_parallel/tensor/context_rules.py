@@ -186,7 +186,8 @@ def _class_loss(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
     is_soft = target.is_floating_point()
     place = logits.place - (logits.place > classes and not is_soft)
     own_target = _along_dim(target, place - target.dim(), family)
-    own = func(part, own_target, weight=weight, reduction="none", **given)
+    # Logits in tiles give the gradients of a sum at once.
+    own = func(part, own_target, weight=weight, reduction="none" if reduction == "none" else "sum", **given)
     place = logits.place - (logits.place > classes)
     if reduction == "none":
         return piece_with(own, place, family)

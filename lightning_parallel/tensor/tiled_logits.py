@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
@@ -217,6 +216,8 @@ class TiledLogits(Tensor):
                 _watch(args[0])
             rule = _RULES.get(name)
             first = args[0] if args else None
+            if name == "cat" and (joined := _joined_logits(*args, **kwargs)) is not None:
+                return joined
             if rule is not None and isinstance(first, TiledLogits) and "out" not in kwargs:
                 product = first.tiles
                 found = None if product is None else rule(_LogitsCall(func, name, first, product, args[1:], kwargs))
@@ -462,6 +463,22 @@ def _selected(call: _LogitsCall) -> Any:
     found = _unmade(replace(product, rows=rows, place=rows.dim() - (product.rows.dim() - product.place)))
     # The selected logits are a copy: later changes of the full logits must not reach them.
     call.logits._content.memory.waiting.append(weakref.ref(found._content))
+    return found
+
+
+def _joined_logits(parts: Any = (), dim: int = 0, **others: Any) -> TiledLogits | None:
+    """Join parts of the same logits, such as the ranges of a rank; None if they do not share their product."""
+    products = [part.tiles if isinstance(part, TiledLogits) else None for part in parts]
+    first = products[0] if products else None
+    if first is None or others or dim % parts[0].dim() == first.place:
+        return None
+    for other in products:
+        is_alike = other is not None and other.weight is first.weight and other.bias is first.bias
+        if not is_alike or (other.place, other.steps) != (first.place, first.steps):  # type: ignore[union-attr]
+            return None
+    found = _unmade(replace(first, rows=torch.cat([each.rows for each in products if each is not None], dim)))
+    for part in parts:
+        part._content.memory.waiting.append(weakref.ref(found._content))
     return found
 
 
@@ -830,7 +847,6 @@ class _HeadCall(TorchFunctionMode):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self._layer = layer
-        self._sees_part = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -840,10 +856,10 @@ class _HeadCall(TorchFunctionMode):
             is_head = parameters_of(self._layer).get("weight") is given["weight"]
             if is_head and _is_plain(hidden):
                 return TiledLogits.of(hidden, given["weight"], given.get("bias"))
-            if is_head and not self._sees_part and computes_on_parts(type(hidden)):
-                # Its rule calls the function again, with the part.
-                with patched(self, "_sees_part", True), self:
-                    return func(*args, **kwargs)
+            if is_head and computes_on_parts(type(hidden)):
+                # Its rule calls the function again, with the part, and this mode sees that call.
+                with self:
+                    return type(hidden).__torch_function__(func, (type(hidden),), args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -27,6 +27,8 @@ from lightning_parallel.compat.torch import (
     gradients_here,
     parameters_of,
 )
+from lightning_parallel.tensor.context import Positions
+from lightning_parallel.tensor.pieces import Piece, piece_with
 from lightning_parallel.tensor.tiles import Tiling, tiling_of, wide_zeros
 
 __all__ = ["TiledModule"]
@@ -56,6 +58,11 @@ class TiledModule:
 
     def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(x, Piece) and isinstance(x.family, Positions) and x.dim() == 3 and x.place < 2:
+            part = x.valid_part
+            if type(part) is Tensor and self._is_long(part):
+                # Each position by itself, so the module needs no other rank.
+                return piece_with(self(run, (part,), {}), x.place, x.family)
         # Without gradients, no inner tensor is kept; placeholders and pieces have their own ways.
         if type(x) is not Tensor or x.is_meta or x.dim() != 3 or not torch.is_grad_enabled():
             return run(*args, **kwargs)
@@ -67,6 +74,9 @@ class TiledModule:
         gather_absent(parameters)
         length = max(1, tiling.rows * x.shape[dim] // (x.shape[0] * x.shape[1]))
         return _Tiles.apply(self._module, run, dim, length, x, *parameters)
+
+    def _is_long(self, x: Tensor) -> bool:
+        return torch.is_grad_enabled() and 0 not in x.shape and self.tiling(x).count > 1
 
     def _must_be_whole(self, run: Run, x: Tensor, dim: int) -> bool:
         """Return whether tiles would give another result, or hooks would see tiles."""

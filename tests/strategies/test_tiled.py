@@ -143,6 +143,7 @@ TWO = {
     "zero 3": ({"zero_stage": 3}, 2),
     "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, 1),
     "tensor": ({"tensor_parallel_size": 2}, 1),
+    "context": ({"context_parallel_size": 2}, 1),
     "sequence": ({"tensor_parallel_size": 2, "sequence_parallel": True}, 1),
 }
 
