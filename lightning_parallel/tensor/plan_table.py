@@ -18,7 +18,7 @@ from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tracing.spans import percent
 
-__all__ = ["repeated_work", "sharding_rows", "sharding_table"]
+__all__ = ["merge_names", "repeated_work", "sharding_rows", "sharding_table"]
 
 Shape = tuple[int, ...]
 _LITTLE = 0.5
@@ -50,7 +50,7 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
     rows: list[tuple[str, ...]] = []
     for (_, style, full, local, note), found in merged.items():
         count = sum(count for _, count in found)
-        rows.append((_merge_names([owner for owner, _ in found]) or "(root)", style, full, local, f"{count:,}", note))
+        rows.append((merge_names([owner for owner, _ in found]) or "(root)", style, full, local, f"{count:,}", note))
     return rows
 
 
@@ -113,7 +113,7 @@ def _sequence_lines(sharding: Sharding) -> list[str]:
     whole: dict[tuple[str, str], list[str]] = {}
     for path, reason in sharding.plan.whole_sequences.items():
         whole.setdefault((re.sub(r"\d+$", "*", path), reason), []).append(path)
-    lines += [f"full sequences in {_merge_names(paths)}: {reason}" for (_, reason), paths in whole.items()]
+    lines += [f"full sequences in {merge_names(paths)}: {reason}" for (_, reason), paths in whole.items()]
     return lines
 
 
@@ -148,8 +148,8 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "1"
 
 
-def _merge_names(names: Sequence[str]) -> str:
-    """Merge `layers.0.up`, ..., `layers.11.up` -> `layers.{0..11}.up`."""
+def merge_names(names: Sequence[str]) -> str:
+    """Return one name: merge `layers.0.up`, ..., `layers.11.up` -> `layers.{0..11}.up`."""
     merged = []
     for parts in zip(*(name.split(".") for name in names)):
         different = sorted({int(part) for part in parts if part.isdigit()})

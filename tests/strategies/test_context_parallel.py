@@ -15,6 +15,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compression import Dense
 from lightning_parallel.strategies import mesh_strategy
+from lightning_parallel.strategies.setup import positions
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
@@ -172,6 +173,29 @@ def test_split_sequences_train_like_one_process(group, layout, stages):
         for name, value in module.state_dict().items():
             expected = sequences_on_one_process()[name]
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12, msg=f"{stage}: {name}")
+
+
+class Summing(Sequences):
+    """Sums hidden states over all positions before each one, which gathers them."""
+
+    def training_step(self, batch, index):
+        x = self.blocks[0](self.embed(batch[0].unsqueeze(-1)))
+        for block in self.blocks[1:]:
+            x = block(x + x.cumsum(1) / 50)
+        return self.head(x).square().mean()
+
+
+@distributed(world_size=2)
+def test_the_table_names_split_blocks_and_lines_that_gather(group):
+    shown = []
+    with patched(positions, "print_table", shown.append):
+        fit(Summing(), HybridParallelStrategy(context_parallel_size=2), 2, 1, **OPTIONS, max_steps=1)
+    (table,) = shown
+    cells = [list(column.cells) for column in table.columns]
+    assert cells == [["blocks.{0..3}"], ["dimension 1"], ["by fewest bytes, in each call"]]
+    line = Summing.training_step.__code__.co_firstlineno + 3
+    assert "one run of positions from each end" in table.caption
+    assert f"`training_step` (test_context_parallel.py, line {line}): 3" in table.caption, table.caption
 
 
 class Drawing(Deep):

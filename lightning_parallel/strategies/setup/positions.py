@@ -6,6 +6,7 @@ the first or the second dimension. The right dimension is that along which atten
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
+from rich import box
+from rich.table import Table
 from torch import nn
 
 from lightning_parallel import comm
@@ -21,11 +24,14 @@ from lightning_parallel.compat import ParallelState, hook_before
 from lightning_parallel.pipeline.layer_stack import repeated_entries
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies.options import ContextOptions
+from lightning_parallel.strategies.setup.tables import print_table
 from lightning_parallel.tensor.context import AttentionNote, PositionSplit, split_input
 from lightning_parallel.tensor.pieces import GATHERS
+from lightning_parallel.tensor.plan_table import merge_names
 
-__all__ = ["SequencePlan", "plan_sequences", "split_sequences"]
+__all__ = ["SequencePlan", "plan_sequences", "sequence_table", "split_sequences"]
 
+_MOST_LINES = 6
 _DIMS = (1, 0)  # hidden states (batch, positions, features), or positions first
 
 
@@ -52,10 +58,14 @@ class SequencePlan(NamedTuple):
     Attributes:
         dims: The dimension of positions in the input of each block, by its path.
         is_causal: Whether all attention is causal without a mask.
+        by_products: The blocks that compute scores by products.
+        gathers: How often each line gathers full sequences in the recorded steps.
     """
 
     dims: dict[str, int]
     is_causal: bool
+    by_products: frozenset[str] = frozenset()
+    gathers: Mapping[str, int] = {}
 
 
 def plan_sequences(
@@ -85,7 +95,9 @@ def plan_sequences(
     comm.agree("the blocks with split sequences", dims, groups.world)
     # Replicas see other masks.
     is_causal = all(note.is_causal for _, notes in found.values() for note in notes)
-    return SequencePlan(dims, all(comm.all_gather_object(is_causal, groups.world)))
+    products = frozenset(path for path, (_, notes) in found.items() if not all(note.heads for note in notes))
+    gathers = sum((trial.gathers for trial in trials if trial.dim in dims.values()), Counter[str]())
+    return SequencePlan(dims, all(comm.all_gather_object(is_causal, groups.world)), products, gathers)
 
 
 def split_sequences(
@@ -108,6 +120,38 @@ def split_sequences(
     state.positions = split = PositionSplit(group, options.method, plan.is_causal and options.method != "ulysses")
     for path, dim in plan.dims.items():
         hook_before(module.get_submodule(path), partial(_enter, state, split, path, dim), with_kwargs=True)
+    print_table(sequence_table(module, plan, split))
+
+
+def sequence_table(module: nn.Module, plan: SequencePlan, split: PositionSplit) -> Table:
+    """Return the table of split sequences: a row for each kind of block, and the lines that gather below.
+
+    Args:
+        module: The user's module.
+        plan: The blocks.
+        split: How their sequences are split.
+    """
+    rows: dict[tuple[str, int, str], list[str]] = {}
+    for path, dim in plan.dims.items():
+        method: str = "by fewest bytes, in each call" if split.method == "auto" else split.method
+        method = "gather, by products" if path in plan.by_products else method
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", path)
+        rows.setdefault((pattern, dim, method), []).append(path)
+    order = "one run of positions from each end" if split.is_balanced else "consecutive positions"
+    lines = [f"Each rank holds {order}."]
+    if plan.gathers:
+        lines.append("Lines that gather full sequences, with their number in the recorded steps:")
+        most = Counter(plan.gathers).most_common()
+        lines += [f"  {line}: {count}" for line, count in most[:_MOST_LINES]]
+        lines += [f"  and {len(most) - _MOST_LINES} more"] if len(most) > _MOST_LINES else []
+    title = f"Sequences of {type(module).__name__} over {split.group.size} context-parallel ranks"
+    table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
+    table.title_justify = table.caption_justify = "left"
+    for header in ("blocks", "positions", "attention"):
+        table.add_column(header, overflow="fold")
+    for (_, dim, method), paths in rows.items():
+        table.add_row(merge_names(paths), f"dimension {dim}", method)
+    return table
 
 
 def _has_children(module: nn.Module) -> bool:
