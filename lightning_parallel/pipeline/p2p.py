@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.compat import users_line
+from lightning_parallel.compat.torch import computes_on_parts
 from lightning_parallel.pipeline.schedule import Action, Channel, Kind, Schedule
 from lightning_parallel.pipeline.skips import Skip
 
@@ -46,15 +47,31 @@ __all__ = [
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor on the wire, and whether it needs a gradient."""
+    """Shape and dtype of a tensor on the wire, and whether it needs a gradient.
+
+    Attributes:
+        full_shape: The shape of the tensor for the step; that on the wire is smaller if each rank sends its part.
+        piece: How the next stage makes a piece of the part; None for other tensors.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    full_shape: tuple[int, ...]
+    piece: Callable[[Tensor, Any], Tensor] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        shape = tuple(tensor.shape)
+        return cls(shape, tensor.dtype, tensor.requires_grad, shape)
+
+    @classmethod
+    def with_part(cls, tensor: Tensor) -> tuple[TensorSpec, Tensor]:
+        """Return the description of a tensor, and the tensor to send."""
+        if not computes_on_parts(type(tensor)):
+            return cls.of(tensor), tensor
+        part, piece = tensor.for_next_stage()  # type: ignore[attr-defined]
+        return cls.of(part)._replace(full_shape=tuple(tensor.shape), piece=piece), part
 
     def empty(self, device: torch.device) -> Tensor:
         """Allocate a buffer that can be used in training, even inside Lightning's inference mode."""

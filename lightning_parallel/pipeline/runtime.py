@@ -365,6 +365,11 @@ class ScheduleRun:
                 # Even if the step first needs a tensor where gradients are off, as for the output of a teacher.
                 with torch.enable_grad():
                     state.values = list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
+            with torch.set_grad_enabled(self.training):
+                state.values = [
+                    value if spec.piece is None else spec.piece(value, self.model.split)
+                    for value, spec in zip(state.values, message.layout.tensors)
+                ]
         return state.layout, state.values
 
     def _skipped(
@@ -400,11 +405,11 @@ class ScheduleRun:
 
     def _check_shape(self, action: Action, placeholder: PlaceholderTensor, spec: TensorSpec) -> None:
         shape, dtype = placeholder.signature
-        if (tuple(shape), dtype) != (spec.shape, spec.dtype):
+        if (tuple(shape), dtype) != (spec.full_shape, spec.dtype):
             raise RuntimeError(
                 f"At {action} the tensor from {placeholder.provenance} must be {tuple(shape)} {dtype}; got "
-                f"{spec.shape} {spec.dtype}. Its shape depends on the data, so that stages before and after the split "
-                "point disagree"
+                f"{spec.full_shape} {spec.dtype}. Its shape depends on the data, so that stages before and after the"
+                " split point disagree"
             )
 
     def _keep_result(self, microbatch: int, state: _MicrobatchState, result: Any) -> None:
@@ -436,7 +441,8 @@ class ScheduleRun:
                     " the layers as an argument, move the split point (`balance`), or use fewer stages [LP024]",
                     [tensor],
                 )
-        layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
+        specs, tensors = zip(*map(TensorSpec.with_part, tensors)) if tensors else ((), ())
+        layout = MessageLayout(end.index, positions, specs, end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a C++ node alive, such as a view's, but before torch 2.7 no node of a custom function.
         # An evaluation has no graph, not even for parameters that are sent.

@@ -473,6 +473,8 @@ class PipelineStages:
         self.note_parameters()
         # Set where a parameter of this stage is itself sharded over other ranks.
         self.full_parameter: Callable[[str, Tensor], Tensor] = lambda name, value: value
+        # How sequences are split over other ranks, for the pieces that stages send each other.
+        self.split: Any = None
         # The parameters that the step computes with directly, see `check_direct`.
         self.direct = {*(plan.direct or ())}
         # Tensors with gradients that the step passes to modules of earlier stages.

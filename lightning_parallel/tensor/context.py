@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -197,13 +198,16 @@ class Positions(Family):
 
     def cut(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's part; in backward, zeros take the place of the other parts."""
-        return self._of_rank(full.whole() if isinstance(full, Piece) else full, dim, self.group.rank)
+        full = full.whole() if isinstance(full, Piece) else full
+        if full.requires_grad and torch.is_grad_enabled():
+            return _Cut.apply(full, self, dim)
+        return self.part_of_rank(full, dim, self.group.rank)
 
     def cut_gradient(self, full: Tensor, dim: int) -> Tensor:
         """Return the gradient of this rank's part, given a share of the full gradient on each rank."""
         full = full.whole() if isinstance(full, Piece) else full
         if self.packing is not None:
-            full = torch.cat([self._of_rank(full, dim, rank) for rank in range(self.group.size)], dim)
+            full = torch.cat([self.part_of_rank(full, dim, rank) for rank in range(self.group.size)], dim)
         return reduce_scatter_to_group(full, self.group, dim, self.extents)
 
     def join(self, part: Tensor, dim: int) -> Tensor:
@@ -258,17 +262,31 @@ class Positions(Family):
             ranges.append(tuple(mine))
         return offsets, self._again(Shard(0, tuple(ranges)), 1, 1)
 
+    def at_next_stage(self, place: int) -> Callable[[Tensor, Any], Tensor] | None:
+        return SentPositions(place, self.positions, self.outer, self.inner, self.is_rounded)
+
     def _again(self, positions: Shard, outer: int, inner: int) -> Positions:
         assert self.split is not None
         found = Positions.of_positions(positions, self.split, outer, inner)
         return replace(found, is_rounded=self.is_rounded)
 
-    def _of_rank(self, full: Tensor, dim: int, rank: int) -> Tensor:
+    def runs_of_rank(self, full: Tensor, dim: int, rank: int) -> list[Tensor]:
+        """Return views of the runs of positions of a rank, with positions as a dimension of its own."""
         dim %= full.dim()
         x = full if self.is_plain else full.unflatten(dim, (self.outer, self.positions.full_size, self.inner))
-        at = dim + (not self.is_plain)
-        runs = [x.narrow(at, start, stop - start) for start, stop in self.positions.ranges[rank]]
-        own = runs[0] if len(runs) == 1 else torch.cat(runs, at) if runs else x.narrow(at, 0, 0)
+        return [x.narrow(dim + (not self.is_plain), at, stop - at) for at, stop in self.positions.ranges[rank]]
+
+    def opened(self, part: Tensor, dim: int) -> Tensor:
+        """Return this rank's part with positions as a dimension of its own."""
+        return part.unflatten(dim, (self.outer, self.positions.sizes[self.group.rank], self.inner))
+
+    def part_of_rank(self, full: Tensor, dim: int, rank: int) -> Tensor:
+        """Return the part of a rank, perhaps as a view."""
+        dim %= full.dim()
+        runs = self.runs_of_rank(full, dim, rank)
+        if not runs:
+            return full.narrow(dim, 0, 0)
+        own = runs[0] if len(runs) == 1 else torch.cat(runs, dim + (not self.is_plain))
         return own if self.is_plain else own.flatten(dim, dim + 2)
 
     def _in_order(self, by_rank: Tensor, dim: int) -> Tensor:
@@ -281,6 +299,60 @@ class Positions(Family):
         sizes = self.positions.sizes
         parts = [part.unflatten(dim, (self.outer, size, self.inner)) for part, size in zip(parts, sizes)]
         return self.positions.along(dim + 1).merge(parts).flatten(dim, dim + 2)
+
+
+# One node for each, so that the graph of a loss has the same operations on all ranks and for any number of samples.
+
+
+class _Cut(Function):
+    """The full tensor -> this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, family: Positions, dim: int) -> Tensor:
+        ctx.args = family, dim
+        own = family.part_of_rank(full, dim, family.group.rank)
+        # One run is a view, which would keep the memory of the full tensor.
+        is_view = len(family.positions.ranges[family.group.rank]) < 2
+        return own.clone(memory_format=torch.contiguous_format) if is_view else own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _Padded.apply(grad, *ctx.args), None, None
+
+
+class _Padded(Function):
+    """This rank's part -> a full tensor with zeros in place of the other parts."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, family: Positions, dim: int) -> Tensor:
+        ctx.args = family, dim
+        full = part.new_zeros(family.full_shape(part.shape, dim))
+        offset = 0
+        at = dim % part.dim() + (not family.is_plain)
+        own = part if family.is_plain else family.opened(part, dim % part.dim())
+        for run in family.runs_of_rank(full, dim, family.group.rank):
+            run.copy_(own.narrow(at, offset, run.shape[at]))
+            offset += run.shape[at]
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _Cut.apply(grad, *ctx.args), None, None
+
+
+@dataclass(frozen=True)
+class SentPositions:
+    """Makes a piece of a part that another pipeline stage has sent; see `Positions`."""
+
+    place: int
+    positions: Shard
+    outer: int
+    inner: int
+    is_rounded: bool
+
+    def __call__(self, part: Tensor, split: PositionSplit) -> Tensor:
+        family = Positions.of_positions(self.positions, split, self.outer, self.inner)
+        return piece_with(part, self.place, replace(family, is_rounded=self.is_rounded))
 
 
 def _all_positions(x: Tensor, columns: Shard, group: Group) -> Tensor:

@@ -191,6 +191,10 @@ class Family:
         """
         return None
 
+    def at_next_stage(self, place: int) -> Callable[[Tensor, Any], Tensor] | None:
+        """Return a function that makes a piece of a part that was sent; None if the full tensor is sent."""
+        return None
+
     def all_of(self, own: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         """Concatenate results of all ranks along `dim`, in autograd's graph; every rank of the group must call it."""
         return gather_from_group(own, self.group, dim, sizes)
@@ -392,6 +396,15 @@ class Piece(Tensor):
     def data_for(self, tensor: Tensor) -> Tensor:
         """Return the value that `tensor.data = self` sets; every rank of the group must call it."""
         return self if isinstance(tensor, StandIn) else self.whole()
+
+    def for_next_stage(self) -> tuple[Tensor, Callable[[Tensor, Any], Tensor] | None]:
+        """Return a tensor to send to the next pipeline stage, and a function that makes a piece of it there."""
+        own = self.valid_part
+        found = None if own is None else self.family.at_next_stage(self.place)
+        if found is None:
+            return self.whole(), None
+        assert own is not None
+        return own, found
 
     def has_rows_in(self, other: Tensor) -> bool:
         """Return whether a full tensor, which broadcasts with this one, has a row for each index of the dimension."""
