@@ -441,8 +441,9 @@ class ScheduleRun:
                     " the layers as an argument, move the split point (`balance`), or use fewer stages [LP024]",
                     [tensor],
                 )
-        specs, tensors = zip(*map(TensorSpec.with_part, tensors)) if tensors else ((), ())
-        layout = MessageLayout(end.index, positions, specs, end.line, skips)
+        described = [TensorSpec.with_part(tensor) for tensor in tensors]
+        tensors = [part for _, part in described]
+        layout = MessageLayout(end.index, positions, tuple(spec for spec, _ in described), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a C++ node alive, such as a view's, but before torch 2.7 no node of a custom function.
         # An evaluation has no graph, not even for parameters that are sent.
