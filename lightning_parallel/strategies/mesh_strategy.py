@@ -419,7 +419,6 @@ class MeshStrategy(MeshProcesses):
         doubt = run.state.doubt
         if doubt is not None and self.verify == "off":  # else the self-check examines the doubt
             rank_zero_warn(doubt[1])
-        engine.model.split = run.state.positions
         steps.bind(engine, self._patches)
         run.steps = steps
         self._recompute(module, records)

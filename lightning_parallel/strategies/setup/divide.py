@@ -264,6 +264,7 @@ def cut_stages(
         message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
+    state.engine.model.split = state.positions
     # Move after the engine has freed other stages, so that only the part of this rank moves.
     with nullcontext() if state.parameter_shards is None else state.parameter_shards.shown():
         module.to(device)
