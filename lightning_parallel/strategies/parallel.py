@@ -184,7 +184,8 @@ class ContextParallelStrategy(MeshStrategy):
             axes leave.
         data_parallel_size: Number of replicas. `"auto"` takes the ranks that the other axes leave.
         context_parallel_method: How attention reads other positions. `ulysses` exchanges positions for heads. `ring`
-            passes keys and values around. `gather` collects all keys and values. `auto` takes the fastest.
+            passes keys and values around. `gather` collects all keys and values. `auto` takes the fastest. Attention
+            with dropout always takes `gather`, and each rank draws its own numbers, unlike one process.
         compression: Compressor of the gradient all-reduce between replicas. None sends full gradients.
         compressor_state: How a checkpoint of one file stores the compressor's state. `local` writes one file per rank
             beside it, `none` stores nothing. A sharded checkpoint stores the state of each rank as tensors of it.
@@ -427,7 +428,8 @@ class HybridParallelStrategy(MeshStrategy):
         gather_logits: Gather the logits at once, also in training. By default they stay sharded by class until code
             reads them. Set this if only some ranks read them.
         context_parallel_method: How attention reads other positions. `ulysses` exchanges positions for heads. `ring`
-            passes keys and values around. `gather` collects all keys and values. `auto` takes the fastest.
+            passes keys and values around. `gather` collects all keys and values. `auto` takes the fastest. Attention
+            with dropout always takes `gather`, and each rank draws its own numbers, unlike one process.
         layers: Dotted name of the container of repeated layers. Join several containers in a row by commas.
         schedule: Order of the microbatches: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`.
             `auto` simulates all of them with measured costs and takes the fastest within `memory_limit_bytes`.

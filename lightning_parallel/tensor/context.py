@@ -23,7 +23,6 @@ from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -101,22 +100,15 @@ class PositionSplit:
         k: Tensor,
         v: Tensor,
         rows: Shard,
-        columns: Shard | None,
+        columns: Shard,
         mask: Tensor | None,
         is_causal: bool,
         dropout: float,
         scale: float | None,
         enable_gqa: bool,
     ) -> Tensor:
-        """Return the rows of this rank of an attention; see `context_attention.attend`.
-
-        Args:
-            columns: The positions of the keys on each rank; None if each rank has all keys and values.
-        """
+        """Return the rows of this rank of an attention; see `context_attention.attend`."""
         self.note(q.shape[-3], k.shape[-3], is_causal)
-        if columns is None or dropout:
-            k, v = (x if columns is None else _all_positions(x, columns, self.group) for x in (k, v))
-            return _attend_to_all(q, k, v, rows, self.group, mask, is_causal, dropout, scale, enable_gqa)
         shape = AttentionShape(
             batch=_count_of(q.shape[:-3]),
             heads=q.shape[-3],
@@ -128,7 +120,10 @@ class PositionSplit:
             columns=columns,
             is_causal=is_causal,
         )
-        method = _chosen(shape, mask is not None) if self.method == "auto" else self.method
+        if dropout or columns.replicated:
+            method: Method = "gather"  # the only one that drops weights, and the only one for keys that all ranks have
+        else:
+            method = _chosen(shape, mask is not None) if self.method == "auto" else self.method
         return attend(
             q,
             k,
@@ -139,6 +134,7 @@ class PositionSplit:
             mask=mask,
             is_causal=is_causal,
             scale=scale,
+            dropout=dropout,
             enable_gqa=enable_gqa,
             method=method,
         )
@@ -353,33 +349,6 @@ class SentPositions:
     def __call__(self, part: Tensor, split: PositionSplit) -> Tensor:
         family = Positions.of_positions(self.positions, split, self.outer, self.inner)
         return piece_with(part, self.place, replace(family, is_rounded=self.is_rounded))
-
-
-def _all_positions(x: Tensor, columns: Shard, group: Group) -> Tensor:
-    full = all_gather_to_group(x, group, -2, columns.sizes)
-    return full if columns.consecutive else columns.along(-2).merge(full.split(columns.sizes, -2))
-
-
-def _attend_to_all(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Shard,
-    group: Group,
-    mask: Tensor | None,
-    is_causal: bool,
-    dropout: float,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Return the rows of this rank, given all keys and values; weights are dropped by numbers of this rank."""
-    if is_causal:
-        own = rows.along(0).split(torch.arange(rows.full_size, device=q.device), group.rank)
-        mask = own[:, None] >= torch.arange(k.shape[-2], device=q.device)
-    elif mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
-        mask = rows.along(-2).split(mask, group.rank)
-    with own_stream(group, q.device) if dropout else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=enable_gqa)
 
 
 def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_named: bool = True) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ from lightning_parallel.tensor.context_methods import (
     head_rules,
     ulysses_reason,
 )
+from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.ring_attention import Turns, causal_turns, masked_turns, ring_attention
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import Range, Shard
 
 __all__ = [
     "AttentionShape",
@@ -72,13 +74,14 @@ def attend(
         k: (B, H_kv, S_r, E), keys of this rank.
         v: (B, H_kv, S_r, E_v), values of this rank.
         rows: The positions of the queries on each rank.
-        columns: The positions of the keys on each rank.
+        columns: The positions of the keys on each rank. With `gather`, each rank may hold all of them.
         group: The ranks.
         mask: Broadcastable to (B, H, L, S), for all positions: boolean (True attends) or added to the scores. Its
             gradient is partial: the sum over the ranks is the full gradient.
         is_causal: Whether row i attends to columns 0 to i only, as in torch.
         scale: Factor of the scores; 1 / sqrt(E) by default.
-        dropout: Must be 0.
+        dropout: Share of the weights that are dropped. Only `gather` drops weights. Each rank draws its own numbers,
+            so other weights are dropped than in one process.
         enable_gqa: Whether several query heads may share a key and value head.
         method: `ulysses`, `ring` or `gather`.
 
@@ -93,7 +96,7 @@ def attend(
     _check(q, k, v, rows, columns, group, mask, is_causal, dropout, enable_gqa, method)
     batch = q.shape[:-3]
     q, k, v, mask = _four_dims(q, k, v, mask)
-    work = _Work(rows.along(-2), columns.along(-2), group, mask, is_causal, scale)
+    work = _Work(rows.along(-2), columns.along(-2), group, mask, is_causal, scale, dropout)
     if method == "ring":
         turns = causal_turns(rows.ranges, columns.ranges, is_causal) if mask is None else _turns_of(given, work)
         result = ring_attention(q, k, v, mask, scale, turns, group)
@@ -111,6 +114,7 @@ class _Work(NamedTuple):
     mask: Tensor | None
     is_causal: bool
     scale: float | None
+    dropout: float
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
@@ -132,17 +136,15 @@ def _check(
     """Refuse what cannot be computed, before the first collective."""
     if method not in ("ulysses", "ring", "gather"):
         raise ValueError(f"`method` must be `ulysses`, `ring` or `gather`; got {method!r}")
-    if dropout > 0:
-        raise ValueError(
-            f"Attention over sharded positions must have no dropout; got {dropout}. Each rank would drop other weights"
-            " than one process. Set the attention dropout to 0, or replicate the sequence"
-        )
+    if dropout > 0 and method != "gather":
+        raise ValueError(f"`{method}` must have no dropout; got {dropout}. Use `gather`, or set the dropout to 0")
     if mask is not None and is_causal:
         raise ValueError("Attention takes a mask or `is_causal`; got both. Put the causal order into the mask")
     if min(x.dim() for x in (q, k, v)) < 3:
         raise ValueError(f"Queries, keys and values must have heads and positions; got shape {tuple(q.shape)}")
     for what, x, rule in (("queries", q, rows), ("keys", k, columns), ("values", v, columns)):
-        if rule.ranks != group.size or rule.replicated:
+        is_whole = method == "gather" and rule is columns and rule.sizes == (rule.full_size,) * group.size
+        if rule.ranks != group.size or (rule.replicated and not is_whole):
             raise ValueError(
                 f"Each position of the {what} must be on one of the {group.size} ranks; got the ranges {rule.ranges}"
             )
@@ -224,18 +226,34 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
     """Gather keys and values, and compute the rows of this rank."""
     k, v = _gathered(k, v, work.columns, work.group)
     mask, own = work.mask, work.rows.ranges[work.group.rank]
-    if work.is_causal:
+    if work.is_causal and not work.dropout:
         # Full tiles and squares on the diagonal: a mask would have as many elements as the scores.
         turns = causal_turns((own,), (((0, work.columns.full_size),),), is_causal=True)
         return ring_attention(q, k, v, None, work.scale, turns, Group.alone(work.group.axis))
     if mask is not None and mask.shape[-2] > 1:
         mask = work.rows.split(mask, work.group.rank)
-    return _kernel(q, k, v, mask, False, work.scale)
+    with own_stream(work.group, q.device) if work.dropout else nullcontext():
+        if work.is_causal:
+            return _in_runs(q, k, v, own, work)
+        return _kernel(q, k, v, mask, False, work.scale, work.dropout)
+
+
+def _in_runs(q: Tensor, k: Tensor, v: Tensor, own: Sequence[Range], work: _Work) -> Tensor:
+    """Compute each run of causal rows with the keys up to its last row: the tiles above know no dropout."""
+    results, at = [], 0
+    # A rank without rows also reads keys, so that its backward takes part in the exchange of their gradients.
+    for start, stop in own or ((0, 0),):
+        keys = max(1, min(stop, k.shape[-2]))
+        mask = torch.arange(start, stop, device=q.device)[:, None] >= torch.arange(keys, device=q.device)
+        rows, at = q.narrow(-2, at, stop - start), at + stop - start
+        columns = k.narrow(-2, 0, keys), v.narrow(-2, 0, keys)
+        results.append(_kernel(rows, *columns, mask, False, work.scale, work.dropout))
+    return results[0] if len(results) == 1 else torch.cat(results, -2)
 
 
 def _gathered(k: Tensor, v: Tensor, columns: Shard, group: Group) -> tuple[Tensor, Tensor]:
     """Return the keys and values of all positions, in order; both travel in one message."""
-    if group.size == 1:
+    if group.size == 1 or columns.replicated:
         return k, v
     widths = [k.shape[-1], v.shape[-1]]
     both = all_gather_to_group(torch.cat([k, v], -1), group, -2, columns.sizes)
@@ -245,9 +263,17 @@ def _gathered(k: Tensor, v: Tensor, columns: Shard, group: Group) -> tuple[Tenso
     return k, v
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> Tensor:
     shares_heads = q.shape[-3] != k.shape[-3]
-    return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=shares_heads)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=shares_heads)
 
 
 # ------------------------------------------------------------------------------------------------------------- ulysses

@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_parallel.tensor.context import Positions
 from lightning_parallel.tensor.piece_rules import computed_on_parts
 from lightning_parallel.tensor.pieces import Piece, piece_with
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["POSITION_RULES"]
 
@@ -57,7 +58,7 @@ def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     else:
         # Keys and values that every rank has, such as those of a short encoder.
         k, v = _full(given["key"]), _full(given["value"])
-        columns = None
+        columns = Shard(0, (((0, k.shape[-2]),),) * rows.group.size)
     split = rows.split
     assert split is not None
     found = split.attend(

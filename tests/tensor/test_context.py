@@ -55,6 +55,7 @@ FUNCTIONS = {
     "eager attention": _eager,
     "attention": _sdpa,
     "causal attention": lambda x, w: _sdpa(x, w, is_causal=True),
+    "causal attention, dropout that drops nothing": lambda x, w: _sdpa(x, w, is_causal=True, dropout_p=1e-14),
     "attention with padding": lambda x, w: _sdpa(x, w, attn_mask=(_labels(x) != 1)[:, None, None, :]),
     "heads in a module": _module_of_heads,
     "heads in a module, positions first": lambda x, w: _module_of_heads(x.transpose(0, 1), w, batch_first=False),

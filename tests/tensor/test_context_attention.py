@@ -95,10 +95,15 @@ def equals_in_all_cases(group):
         for kind, lengths, heads, kv_heads in CASES:
             for method in METHODS:
                 case = f"{divide.__name__} {kind} {lengths} {heads}/{kv_heads} {method}"
-                equals(group, [divide(length, group.size) for length in lengths], kind, heads, kv_heads, method, case)
+                rules = [divide(length, group.size) for length in lengths]
+                equals(group, rules, kind, heads, kv_heads, method, case)
+            # Weights that dropout could drop, but does not; and keys that each rank has.
+            whole = Shard(0, (((0, lengths[1]),),) * group.size)
+            equals(group, rules, kind, heads, kv_heads, "gather", f"{case}, then dropout", dropout=1e-14)
+            equals(group, [rules[0], whole], kind, heads, kv_heads, "gather", f"{case}, then whole keys")
 
 
-def equals(group, rules, kind, heads, kv_heads, method, case):
+def equals(group, rules, kind, heads, kv_heads, method, case, dropout=0.0):
     rows, columns = rules
     torch.manual_seed(0)
     value_size = 6 if kv_heads < heads else 4  # no fused kernel takes values of another size
@@ -109,7 +114,7 @@ def equals(group, rules, kind, heads, kv_heads, method, case):
     own_mask = None if mask is None else mask.detach().clone().requires_grad_(mask.requires_grad)
     options = {"is_causal": kind == "causal", "scale": 0.7, "enable_gqa": heads != kv_heads}
     expected = F.scaled_dot_product_attention(*whole, mask, **options)
-    y = attend(*mine, rows, columns, group, mask=own_mask, method=method, **options)
+    y = attend(*mine, rows, columns, group, mask=own_mask, method=method, dropout=dropout, **options)
     factor = torch.randn(expected.shape, dtype=torch.double)
     say = lambda text: f"{case}: {text}"  # noqa: E731
     close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10, msg=say)  # noqa: E731
@@ -117,9 +122,27 @@ def equals(group, rules, kind, heads, kv_heads, method, case):
     (y * rows.along(-2).split(factor, group.rank)).sum().backward()
     (expected * factor).sum().backward()
     for x, full, (_, rule, _) in zip(mine, whole, shapes):
-        close(x.grad, rule.along(-2).split(full.grad, group.rank))
+        gradient = comm.all_reduce(x.grad, group) if rule.replicated else x.grad
+        close(gradient, rule.along(-2).split(full.grad, group.rank))
     if mask is not None and mask.requires_grad:
         close(comm.all_reduce(own_mask.grad, group), mask.grad)
+
+
+@distributed(world_size=2)
+def test_each_rank_drops_weights_by_its_own_numbers(group):
+    rule = consecutive(64, group.size)
+    q, v = torch.zeros(1, 1, 32, 4), torch.ones(1, 1, 32, 4)
+
+    def kept_weights(**options):
+        torch.manual_seed(0)
+        return attend(q, q, v, rule, rule, group, dropout=0.5, method="gather", **options)
+
+    for options in ({}, {"is_causal": True}):
+        found = kept_weights(**options)
+        assert abs(found[..., 16:, :].mean() - 1) < 0.2
+        torch.testing.assert_close(kept_weights(**options), found)
+        one, other = comm.all_gather_object(found, group)
+        assert options or (one != other).any()  # in causal order they differ anyway
 
 
 def test_causal_work_is_balanced():
@@ -148,7 +171,7 @@ def test_what_cannot_be_computed_is_refused(group):
         with pytest.raises(ValueError, match=match):
             attend(*tensors, rule, rule, group, **options)
 
-    refused("no dropout; got 0.1", q, k, v, dropout=0.1)
+    refused("`ring` must have no dropout; got 0.1", q, k, v, dropout=0.1, method="ring")
     refused("`method` must be", q, k, v, method="rings")
     refused("`ulysses` cannot be used: 1 heads", q[:, :1], k[:, :1], v[:, :1])
     refused("must have . positions; got 1", q[:, :, :1], k, v)
