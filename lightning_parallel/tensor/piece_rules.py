@@ -140,7 +140,9 @@ def _pointwise(call: PieceCall) -> Tensor | None:
     piece, family = call.piece, call.family
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     # The part broadcasts as the full tensor does if the result has the sharded dimension at the same place.
-    shape = torch.broadcast_shapes(*(leaf.shape for leaf in tensors)) if len(tensors) > 1 else piece.shape
+    # torch's function takes as long as a small kernel, and most shapes are equal.
+    shapes = {leaf.shape for leaf in tensors}
+    shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else piece.shape
     is_known = len(shape) == piece.dim() and shape[piece.place] == piece.shape[piece.place]
     # With one argument, `where` returns indices. Outside a region, dropout draws the same numbers on all ranks.
     is_drawn = call.name in DROPOUTS and not family.draws_apart
@@ -349,7 +351,7 @@ def _by_row(call: PieceCall, dims: Sequence[int] = ()) -> Any:
         removed = sum(dim < piece.place for dim in dims) if own.dim() < piece.dim() else 0
         return call.again(own, piece.place - removed)
 
-    return pytree.tree_map_only(Tensor, again, results)
+    return again(results) if isinstance(results, Tensor) else pytree.tree_map_only(Tensor, again, results)
 
 
 def _reduce(call: PieceCall) -> Any:
