@@ -1,9 +1,11 @@
-"""Long sequences: attention of sharded sequences (bytes, a ring, torch's ring), and a loss in tiles of positions.
+"""Long sequences: attention of sharded sequences, training steps on them, and a loss in tiles of positions.
 
     python benchmarks/context.py bytes [--ranks 4] [--length 4096]
     sudo python benchmarks/context.py ring [--hosts 2 4] [--rate 300] [--compute-ms 60 200] [--length 2048]
     python benchmarks/context.py peer [--lengths 1024 4096] [--rounds 5]
     python benchmarks/context.py tiled [--classes 50257 151936] [--length 4096] [--width 256] [--rounds 3] [--record]
+    python benchmarks/context.py memory [--ranks 2 4] [--length 256] [--record]
+    python benchmarks/context.py step [--length 1024] [--rounds 4] [--record]
 
 bytes: forward and backward of one attention, causal, with 8 query heads. The bytes that `comm` counts stand beside
 those of the formula (`attention_messages`), and the ratio to `gather` beside them. The method that `auto` chooses has a
@@ -20,13 +22,21 @@ all-to-all and its balance. It shards equal positions only, and joins head and t
 
 tiled: forward and backward of a head and its cross-entropy, with `tiled="auto"` as a ratio to whole logits. `peak` are
 the most bytes alive besides hidden states, weight and their gradients. `step` is the time. Both sides in turn.
+
+memory: the GPT of `memory.py` through `ContextParallelStrategy` and the Trainer, with as many positions on each rank.
+Counted are the bytes of tensors that a step makes and that are alive at its peak: activations, the embeddings of all
+positions, messages, and gradients that exist at that time. Parameters and tensors from before the step do not count.
+The rank with the most counts, as a ratio to one rank with the positions of one rank. 1.00 means that a rank holds no
+more than its own positions.
+
+step: a training step of the same GPT with the same positions in all, through the Trainer, as ratios to one process.
+`step` is the wall time, and `processor` the time of both ranks together. By hand means that the module takes its own
+positions, calls torch's ring as above, and trains under DDP.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -43,17 +53,18 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import in_turn
-from results import record
+from context_training import compare_memory, compare_steps
 from shaped_network import Network, unavailable
 from sleeping import LiveBytes
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch_ring import TorchRing
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.torch import CALLS, CPU_FLASH_ATTENTION, CPU_FLASH_ATTENTION_BACKWARD, AroundCalls
+from lightning_parallel.compat.torch import CALLS, AroundCalls
 from lightning_parallel.tensor import context_attention, ring_attention
 from lightning_parallel.tensor.attention_tiles import Gradients, Partial
 from lightning_parallel.tensor.context_attention import attend
@@ -67,6 +78,7 @@ from lightning_parallel.tensor.context_methods import (
 from lightning_parallel.tensor.tiled_logits import TiledHead
 from lightning_parallel.tensor.tiles import tiling_of
 from lightning_parallel.tracing import Recorder, activate
+from results import record
 
 METHODS: tuple[Method, ...] = get_args(Method)
 HEADS, SIZE = 8, 64
@@ -255,31 +267,11 @@ def show_ring(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------------------------------------- peer
 
 
-def torch_ring(tensors: list[Tensor], group: Group) -> Callable[[], Tensor]:
-    """Return a step of torch's ring with its kernels replaced by those of CPUs."""
-    folder = "torch.distributed.tensor.experimental"
-    has_package = importlib.util.find_spec(f"{folder}._context_parallel") is not None  # in newer versions
-    theirs: Any = importlib.import_module(
-        f"{folder}._context_parallel._attention" if has_package else f"{folder}._attention"
-    )
-    theirs._cp_options.rotate_method = theirs._RotateMethod.ALL_TO_ALL
-    q, k, v = (x.detach() for x in tensors)
-
-    def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, **rest: Any) -> Any:
-        return CPU_FLASH_ATTENTION_BACKWARD(grad_out, query, key, value, out, rest["logsumexp"], 0.0, rest["is_causal"])
-
-    def run() -> Tensor:
-        def forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Any:
-            return (*CPU_FLASH_ATTENTION(query, key, value, 0.0, is_causal), None)
-
-        process_group = group.process_group or dist.group.WORLD
-        out, log_sum, *_ = theirs._templated_ring_attention(process_group, 2, forward, q, k, v, is_causal=True)
-        theirs._templated_ring_attention_backward(
-            process_group, 2, backward, torch.ones_like(out), "grad_out", q, k, v, out, log_sum, is_causal=True
-        )
-        return out
-
-    return run
+def torch_ring(tensors: list[Tensor], group: Group) -> Tensor:
+    """Forward and backward of one attention in torch's ring; returns its result."""
+    y = TorchRing.apply(*tensors, group.process_group or dist.group.WORLD)
+    y.backward(torch.ones_like(y))
+    return y
 
 
 def compare_peer(group: Group, arguments: argparse.Namespace) -> None:
@@ -291,7 +283,7 @@ def compare_peer(group: Group, arguments: argparse.Namespace) -> None:
         tensors = inputs(length, HEADS, group)
         names: tuple[Method, ...] = ("gather", "ulysses", "ring")
         runs = [partial(step, method, tensors, length, group) for method in names]
-        theirs = torch_ring(tensors, group)
+        theirs = partial(torch_ring, tensors, group)
         torch.testing.assert_close(theirs(), step("ring", tensors, length, group))
         taken = in_turn([*runs, theirs], group, arguments.rounds)
         gather, *others = map(statistics.median, taken)
@@ -365,9 +357,20 @@ def main() -> None:
     command.add_argument("--width", type=int, default=256)
     command.add_argument("--rounds", type=int, default=3)
     command.add_argument("--record", action="store_true")
+    for name, length in (("memory", 256), ("step", 1024)):
+        command = commands.add_parser(name)
+        command.add_argument("--length", type=int, default=length, help="on each rank" if name == "memory" else "")
+        for option, default in (("layers", 4), ("width", 256), ("batch", 1)):
+            command.add_argument(f"--{option}", type=int, default=default)
+        command.add_argument("--record", action="store_true", help="write the figures to results.json")
+        if name == "memory":
+            command.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+        else:
+            command.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
-    if arguments.command == "tiled":
-        compare_tiles(arguments)
+    here = {"tiled": compare_tiles, "memory": compare_memory, "step": compare_steps}
+    if arguments.command in here:
+        here[arguments.command](arguments)
     elif arguments.command == "ring":
         (show_ring if arguments.rank is None else time_ring)(arguments)
     else:
