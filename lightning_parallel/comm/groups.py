@@ -63,6 +63,11 @@ class Group:
         """Return this group with a gate."""
         return replace(self, gate=gate)
 
+    @cached_property
+    def behind_gate(self) -> Group:
+        """This group without its gate, for messages that the ranks send after all of them have passed the gate."""
+        return self if self.gate is None else replace(self, gate=None)
+
     @property
     def size(self) -> int:
         return len(self.ranks)

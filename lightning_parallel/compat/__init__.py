@@ -428,6 +428,7 @@ class ParallelState:
         rules: How tensors of the full module are sharded, under every name (`tensor.sharding.Shard`).
         order: Watches the messages of its layers (`strategies.ranks.order.MessageOrder`).
         positions: How sequences are split over the context axis (`tensor.context.PositionSplit`).
+        position_order: Watches the messages between the parts of sequences, like `order`.
         parameter_shards: Holds the slices of its parameters (`data_parallel.ParameterShards`), with `zero_stage=3`.
         replica_order: Watches the messages that gather slices of its parameters over the replicas, like `order`.
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
@@ -466,6 +467,7 @@ class ParallelState:
     rules: dict[str, Any] = field(default_factory=dict)
     order: Any = None
     positions: Any = None
+    position_order: Any = None
     parameter_shards: Any = None
     replica_order: Any = None
     engine: Any = None

@@ -349,8 +349,7 @@ class MeshStrategy(MeshProcesses):
         run.slices = begin_shards(self.zero_stage, module, self.groups, run.state.replica_order, run.slices)
         self._divide(module)
         self._shard_units()
-        order = self.run.state.order
-        if order is not None:
+        for order in filter(None, (self.run.state.order, self.run.state.position_order)):
             # Stages draw different numbers, so a pipeline compares them by itself.
             order.chance = self._chance if self.run.engine is None else None
         self.model_to_device()

@@ -365,7 +365,10 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_n
         split.block = block
     leaves = pytree.tree_leaves(arguments)
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-    if hidden is None or hidden.dim() != _DIMENSIONS or isinstance(hidden, Piece):
+    if hidden is None or hidden.dim() != _DIMENSIONS:
+        return arguments
+    # Pieces of the tensor axis, such as those of a head that embeds, are made full first.
+    if isinstance(hidden, Piece) and isinstance(hidden.family, Positions):
         return arguments
     split.block = block
     part = split.split(hidden, dim)

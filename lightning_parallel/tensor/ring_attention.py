@@ -188,7 +188,7 @@ class _Ring(Function):
         def compute() -> tuple[Tensor, Tensor, Tensor]:
             with _own_precision(q):
                 result = Partial.empty((*q.shape[:-1], v.shape[-1]), q)
-                trip = _Trip(torch.cat([k, v], -1), turns, group)
+                trip = _Trip(torch.cat([k, v], -1), turns, _past_gate(group))
                 for turn in range(trip.turns):
                     owner, block = trip.start(turn)  # before the computation, which hides the messages
                     for part in _inputs_of(q, block, mask, owner, turns, group):
@@ -227,6 +227,7 @@ def _ring_gradients(
     grad, high = grad.contiguous(), high_dtype(q)
     grad_q = torch.zeros(q.shape, dtype=high, device=q.device)
     grad_mask = torch.zeros(mask.shape, dtype=high, device=q.device) if mask is not None and needs_mask else None
+    group = _past_gate(group)
     trip = _Trip(torch.cat([k, v], -1), turns, group)
     home = _HomeTrip(turns, group)
     with _own_precision(q):
@@ -296,6 +297,14 @@ def _seen(mask: Tensor, seen: tuple[Range, Range]) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------------- travel
+
+
+def _past_gate(group: Group) -> Group:
+    """Pass the gate of a group once for a pass around the ring, in which ranks send different numbers of messages."""
+    if group.gate is None or comm.skips_communication():
+        return group
+    group.gate("ring")
+    return group.behind_gate
 
 
 class _Trip:

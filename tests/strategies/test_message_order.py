@@ -13,11 +13,18 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
-from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel import (
+    ContextParallelStrategy,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    comm,
+)
 from lightning_parallel.comm import RollCall
 from lightning_parallel.compat import ParallelState, patched, users_place
 from tests.harness import distributed, free_port, start_script
 from tests.strategies.models import Net, Samples, loader, trainer_for
+from tests.strategies.test_context_parallel import Sequences, place
 from tests.strategies.test_pipeline import Deep
 
 HOOKS = ["on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
@@ -110,6 +117,31 @@ def test_a_call_on_one_rank_in_a_step_is_refused_on_all(where, samples, first, v
     assert trainer.global_step == first
 
 
+class SamplingSequences(Sequences):
+    """Calls its first block in one step, on the first rank of the context axis or on rank zero only."""
+
+    def __init__(self, is_one):
+        super().__init__()
+        self.is_one = is_one
+
+    def training_step(self, batch, index):
+        rank = self.global_rank if self.is_one else place(self)
+        if self.global_step == 2 and rank == 0:
+            with torch.no_grad():
+                self.blocks[0](self.embed(batch[0].unsqueeze(-1)))
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(("is_one", "method"), [(True, "auto"), (False, "ring")])
+@distributed(world_size=4)
+def test_a_call_on_one_rank_of_a_sequence_is_refused_on_all(is_one, method, group):
+    sizes = {"tensor_parallel_size": 2, "context_parallel_size": 2, "context_parallel_method": method}
+    trainer = trainer_for(HybridParallelStrategy(**sizes), 4)
+    with pytest.raises(RuntimeError, match=r"at the same place; got in `training_step` \(.*, line \d+\) on rank"):
+        trainer.fit(SamplingSequences(is_one), loader())
+    assert trainer.global_step == 2
+
+
 class SamplingDeep(Deep):
     """Calls the model on rank zero only, without gradients: what that call gives is of the shape of a microbatch's."""
 
@@ -174,19 +206,26 @@ class Lonely(Callback):
 
     def sample(self, trainer, module):
         with torch.no_grad():
-            module.head(torch.ones(2, 8).double()) if hasattr(module, "head") else module.net(
-                torch.ones(2, 12).double()
-            )
+            if hasattr(module, "blocks"):
+                module.blocks[0](torch.ones(2, 12, 8).double()).sum().item()
+            elif hasattr(module, "head"):
+                module.head(torch.ones(2, 8).double())
+            else:
+                module.net(torch.ones(2, 12).double())
 
 
 @distributed(world_size=2)
 def test_a_later_call_on_one_rank_is_told_alike_on_all(group):
     """In processes that live on, as those of a notebook do."""
-    kinds = (TensorParallelStrategy(tensor_parallel_size=2), PipelineParallelStrategy(pipeline_parallel_size=2))
-    for kind, condition in zip(kinds, ("`rank_zero_only`", r"`if .*module.global_rank == 0.*` \(line \d+\)")):
+    condition = r"`if .*module.global_rank == 0.*` \(line \d+\)"
+    cases = [
+        (TensorParallelStrategy(tensor_parallel_size=2), Net().double(), "`rank_zero_only`"),
+        (PipelineParallelStrategy(pipeline_parallel_size=2), Deep(), condition),
+        (ContextParallelStrategy(context_parallel_size=2), Sequences(), condition),
+    ]
+    for kind, module, condition in cases:
         callback = Lonely()
         callback.is_decorated = "only" in condition
-        module = Net().double() if callback.is_decorated else Deep()
         with pytest.raises(RuntimeError) as caught:
             trainer_for(kind, 2, callbacks=[callback]).fit(module, loader())
         text = str(caught.value).partition("\n(found on rank ")[0]

@@ -153,16 +153,20 @@ class SharedChance:
             " [LP032]"
         )
 
-    def refuse(self, states: Sequence[str]) -> None:
+    def refuse(self, states: Sequence[str], group: Group) -> None:
         """Refuse a step that begins with different generators on the ranks.
 
+        Args:
+            states: The result of `state` on each rank of `group`.
+            group: The ranks that compare their states, all ranks of the replica or some of them.
+
         Raises:
-            RuntimeError: On every rank.
+            RuntimeError: On every rank of `group`.
         """
         if len(set(states)) > 1:
-            name = _first_that_differs(comm.all_gather_object(self._drawn, self._group))
+            name = _first_that_differs(comm.all_gather_object(self._drawn, group))
             raise RuntimeError(
-                f"{name} draws random numbers before this step on some of the ranks {list(self._group.ranks)} only."
+                f"{name} draws random numbers before this step on some of the ranks {list(group.ranks)} only."
                 f" These ranks hold one replica and must draw alike. {_REMEDY}"
                 " [LP032]"
             )

@@ -1,4 +1,4 @@
-"""Keeps the order of the messages of sharded layers: all ranks of the tensor axis send the same message, or none.
+"""Keeps the order of the messages of an axis that splits layers or sequences: all its ranks send a message, or none.
 
 Code may call the model on rank zero only, for example to log samples or a graph. Its messages would meet other messages
 of the other ranks: both sides would get wrong numbers, or wait without end. So a roll call comes before such a message:
@@ -40,10 +40,10 @@ R = TypeVar("R")
 
 
 class MessageOrder:
-    """Lets sharded layers send a message when all ranks are about to send the same message.
+    """Lets a group send a message when all its ranks are about to send the same message.
 
     Args:
-        group: The tensor-parallel group.
+        group: The ranks along the tensor axis, or along the context axis.
     """
 
     def __init__(self, group: Group) -> None:
@@ -122,7 +122,7 @@ class MessageOrder:
             found = ", ".join(f"`{each}` on rank {rank}" for each, rank in zip(operations, self._group.ranks))
             raise RuntimeError(f"All ranks must communicate in one order in {place}; got {found}. {_WAY_OUT} [LP013]")
         if is_first and self.chance is not None:
-            self.chance.refuse(states)
+            self.chance.refuse(states, self._group)
         if len(self._known) >= _MOST_KNOWN:
             # A step of variable length has ever new sequences. All ranks add equally many, so all clear at the same
             # message.
@@ -137,9 +137,10 @@ class MessageOrder:
 
 
 _WAY_OUT = (
-    "Each rank holds a part of its layers, so all ranks or none must call it. Remove the condition on the rank there"
-    " (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. A read of weights, gradients"
-    " or sharded logits is such a call as well. `gather_logits=True` gathers logits on all ranks in each step"
+    "Each rank holds a part of its layers or sequences, so all ranks or none must call it. Remove the condition on"
+    " the rank there (`is_global_zero`, `rank_zero_only`), and apply it only to the code after the call. A read of"
+    " weights, gradients or sharded logits is such a call as well. `gather_logits=True` gathers logits on all ranks in"
+    " each step"
 )
 _OF_REPLICA = (
     "These ranks hold parts of one model and read the same data. Hooks, loaders and callbacks must do the same on"
@@ -227,6 +228,7 @@ def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
         with (
             nullcontext() if state.watch is None else state.watch.paused(),
             nullcontext() if state.order is None else state.order.step(name, module),
+            nullcontext() if state.position_order is None else state.position_order.step(name, module),
             nullcontext() if state.replica_order is None else state.replica_order.step(name, module),
         ):
             yield

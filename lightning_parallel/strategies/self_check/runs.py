@@ -315,8 +315,8 @@ class StepRuns:
         with ExitStack() as stack:
             if self.steps is not None:
                 stack.enter_context(self.steps.alone())
-            if state.order is not None:
-                stack.enter_context(state.order.paused())
+            for order in filter(None, (state.order, state.position_order)):
+                stack.enter_context(order.paused())
             state.is_alone = True
             stack.callback(setattr, state, "is_alone", False)
             yield

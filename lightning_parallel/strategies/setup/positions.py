@@ -24,6 +24,7 @@ from lightning_parallel.compat import ParallelState, hook_before
 from lightning_parallel.pipeline.layer_stack import repeated_entries
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies.options import ContextOptions
+from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import print_table
 from lightning_parallel.tensor.context import AttentionNote, PositionSplit, split_input
 from lightning_parallel.tensor.pieces import GATHERS
@@ -112,6 +113,11 @@ def split_sequences(
         groups: The mesh's groups.
     """
     group, state = groups.context_parallel, ParallelState.of(module)
+    if plan is None and state.positions is None:
+        return
+    # Each axis has its own order: ranks of the tensor axis may all call the model where those of this axis do not.
+    state.position_order = order = MessageOrder(group) if group.size > 1 else None
+    group = group if order is None else group.guarded_by(order)
     if state.positions is not None:
         # The hooks of an earlier run stay. Its parameters are replicated, so the size of the axis may change.
         state.positions.group, state.positions.method = group, options.method
