@@ -60,10 +60,24 @@ from lightning_parallel.step_trace.stubs import (
     write_back,
 )
 
-__all__ = ["ModuleCall", "Operation", "Record", "StepTrace", "call_signature", "no_record", "record_step", "state_kept"]
+__all__ = [
+    "ModuleCall",
+    "Operation",
+    "Record",
+    "StepTrace",
+    "call_signature",
+    "no_record",
+    "record_step",
+    "sequence_length",
+    "shortened",
+    "state_kept",
+]
 
 _MOST_POSITIONS = 256
 """Length of the sequences in the record of a step; a longer record would tell nothing more."""
+
+_IGNORED = -100
+"""Label that torch's losses ignore."""
 
 _MOST_WITH_DATA = 0.75
 """Share of the model's parameters up to which a module may run on random data, which take memory."""
@@ -269,7 +283,7 @@ def record_step(
     Returns:
         The record, up to the error if the step stops early.
     """
-    short = _shortened(batch) if shorten else batch
+    short = shortened(batch, _MOST_POSITIONS) if shorten else batch
     if short is not batch:
         trace = record_step(module, step, short, device, most_calls=most_calls, places=places)
         if trace.error is None:
@@ -292,25 +306,44 @@ def record_step(
     return recorder.trace
 
 
-def _shortened(batch: Any) -> Any:
-    """Return a batch of tokens with fewer positions; another batch as it is.
+def sequence_length(batch: Any) -> int:
+    """Return the length of the sequences in a batch of tokens; 0 for another batch."""
+    lengths = {leaf.shape[1] for leaf in _tokens_of(batch)}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def shortened(batch: Any, positions: int) -> Any:
+    """Return a batch of tokens with fewer positions; a shorter or another batch as it is.
 
     Trials of blocks repeat the recorded calls in double precision, where the memory of attention grows with the square
-    of the length.
-    """
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    lengths = {leaf.shape[1] for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()}
-    if len(lengths) != 1 or (length := lengths.pop()) <= _MOST_POSITIONS:
-        return batch
+    of the length. The batch keeps its first positions, or later ones if the labels of the first are all ignored.
 
-    def shortened(leaf: Tensor) -> Tensor:
+    Args:
+        batch: The batch.
+        positions: The number of positions.
+    """
+    length = sequence_length(batch)
+    if length <= positions:
+        return batch
+    tokens = [leaf for leaf in _tokens_of(batch) if not leaf.is_meta]
+    starts = range(0, length - positions + 1, positions)
+    # A mean over no label is not a number.
+    is_used = [(leaf != _IGNORED).any(0).tolist() for leaf in tokens]
+    start = next((at for at in starts if all(any(used[at : at + positions]) for used in is_used)), 0)
+
+    def few(leaf: Tensor) -> Tensor:
         # Also both dimensions of positions of a mask.
         for dim in range(1, leaf.dim()):
             if leaf.shape[dim] == length:
-                leaf = leaf.narrow(dim, 0, _MOST_POSITIONS)
+                leaf = leaf.narrow(dim, start, positions)
         return leaf
 
-    return pytree.tree_map_only(Tensor, shortened, batch)
+    return pytree.tree_map_only(Tensor, few, batch)
+
+
+def _tokens_of(batch: Any) -> list[Tensor]:
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.dim() == 2 and not leaf.is_floating_point()]
 
 
 class _RealOperations(DispatchMode):

@@ -1,6 +1,7 @@
 """The context axis: its ranks read the same samples, hold the same parameters and average their gradients."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, LocalSGDStrategy, SelfCheckError, comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compression import Dense
 from lightning_parallel.strategies import mesh_strategy
+from lightning_parallel.strategies.self_check import proof
 from lightning_parallel.strategies.setup import positions
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
@@ -254,6 +256,52 @@ class Faulty(Deep):
         if not ParallelState.of(self).is_alone:
             output["loss"] = scaled(output["loss"], self.factors[place(self)])
         return output
+
+
+class LongTokens(Sequences):
+    """Reads tokens; may require one length, and may scale gradients on split sequences."""
+
+    def __init__(self, length=0):
+        super().__init__()
+        self.length, self.tokens = length, nn.Embedding(9, 8).double()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        assert self.length in (0, x.shape[1])
+        hidden = self.tokens(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+        return loss if ParallelState.of(self).is_alone else scaled(loss, 1 + self.wrong)
+
+    wrong = 0.0
+
+
+@distributed(world_size=2)
+def test_long_sequences_are_checked_on_few_positions(group):
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randint(5, (4, 40), generator=generator) for _ in range(2))
+    y[:, :12] = -100  # as of a prompt: the first positions have no loss
+    for length, wrong, text in (
+        (0, 0.0, "2 samples, of which it took 8 of 40 positions: loss"),
+        (40, 0.0, "2 samples: loss"),
+        (0, 0.5, "2 samples, of which it took 8 of 40 positions"),
+    ):
+        module, said = LongTokens(length), []
+        module.wrong = wrong
+        strategy = HybridParallelStrategy(context_parallel_size=2)
+        strategy.verify = "always"
+        data = DataLoader(TensorDataset(x, y), batch_size=4)
+        trainer = trainer_for(strategy, 2, max_steps=1)
+        with (
+            patched(proof, "_LONG", 8),
+            patched(proof, "_FEW_POSITIONS", 4),
+            patched(proof, "_LEAST_POSITIONS", 8),
+            patched(proof, "tell", said.append),
+            nullcontext() if not wrong else pytest.raises(SelfCheckError) as e,
+        ):
+            trainer.fit(module, data)
+        assert text in (str(e.value) if wrong else said[0])
 
 
 def test_a_method_must_be_known():

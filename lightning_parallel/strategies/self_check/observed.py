@@ -32,6 +32,8 @@ from lightning_parallel.strategies.steps.state import (
     is_plain,
     label_of,
 )
+from lightning_parallel.tensor.context import Positions
+from lightning_parallel.tensor.pieces import Piece
 
 __all__ = [
     "HALF",
@@ -395,7 +397,9 @@ class ModuleTrace:
         key = (path, self._calls[path])
         self._calls[path] += 1
         self.outputs[key] = _sketch(tensor)
-        if tensor.requires_grad:
+        # The gradient of split positions is partial, and later modules have computed with the parts.
+        is_split = isinstance(tensor, Piece) and isinstance(tensor.family, Positions)
+        if tensor.requires_grad and not is_split:
             tensor.register_hook(partial(self._record_gradient, key))
 
     def _record_gradient(self, key: tuple[str, int], gradient: Tensor | None) -> None:

@@ -45,7 +45,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_batch,
     split_by,
 )
-from lightning_parallel.step_trace.record import StepTrace
+from lightning_parallel.step_trace.record import StepTrace, sequence_length, shortened
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.hooks.watch import raised_in_shards
 from lightning_parallel.strategies.self_check.observed import (
@@ -116,6 +116,8 @@ _ANOTHER_WAY = "of a step whose loss used other operations than the earlier step
 _FROM_BEFORE = "of the first batch again, with the attributes that it set"
 _OF_VALUES = "of a batch whose microbatches differ in {}"
 _OF_COPIES = "with copies of two samples of the first batch"
+_LONG, _FEW_POSITIONS, _LEAST_POSITIONS = 512, 128, 256
+"""Of sequences with more positions per rank of the context axis, the self-check takes fewer, and this many at least."""
 _MIXED = 8
 """Samples on which the self-check tests whether a step that draws numbers mixes samples."""
 _USERS_FAILURE = (
@@ -289,30 +291,52 @@ class StepProof:
         self.runs.cuts_fully = bool(why)
         samples = batch if why else self._first_samples(name, batch)
         call = StepCall(name, samples, tuple(rest), kwargs)
+        positions = self._few_positions(batch)
         state = ParallelState.of(self.module)
         if not why:
             state.merging[name] = {}
             state.proven[name] = {}
         state.whole_batches.discard(name)
         with self.runs.nothing_left():
-            verdict = compare_step(self.runs, call, batch, self.calls)
-            # `fits_in_double` is equal on all ranks, so either all of them reach the collective or none.
-            differs = not self.runs.fits_in_double and _on_any(verdict.differences, self.replica)
-            if (verdict.failure or differs) and call.batch is not batch and verdict.may_go_on:
-                # Some steps require one batch size, or take another path for a single sample.
-                verdict = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
+            verdict = self._compared(call, batch, positions)
+            if verdict.failure and positions and verdict.may_go_on:
+                # Some steps require one length.
+                positions = 0
+                verdict = self._compared(call, batch, positions)
+            batch = _shorter(batch, positions)
             blames = comm.all_gather_object(verdict.blame, self.everyone)
             if verdict.may_go_on and any(blame in ("unknown", "user") for blame in blames):
                 # Judge on all replicas together: their steps may communicate with each other.
                 verdict = _judge(self.runs, verdict, batch, self.calls)
-            of_copies = self._on_copies(verdict, batch, why)
+            of_copies = self._on_copies(verdict, batch, why, positions)
         if name == "training_step":
             state.doubt = state.copies_in_doubt = None
         if of_copies is not None:
             verdict, why = of_copies, _OF_COPIES
         return self._report(verdict, time.perf_counter() - begun_s, why)
 
-    def _on_copies(self, first: Verdict, full: Any, why: str) -> Verdict | None:
+    def _compared(self, call: StepCall, batch: Any, positions: int) -> Verdict:
+        """Compare a step on some samples of a batch, and on the batch if the step fails or differs on them."""
+        is_all, short = call.batch is batch, _shorter(batch, positions)
+        if short is not batch:
+            full_length = sequence_length(batch)
+            samples = short if is_all else _shorter(call.batch, positions)
+            call, batch = replace(call, batch=samples, full_length=full_length), short
+        verdict = compare_step(self.runs, call, batch, self.calls)
+        # `fits_in_double` is equal on all ranks, so either all of them reach the collective or none.
+        differs = not self.runs.fits_in_double and _on_any(verdict.differences, self.replica)
+        if (verdict.failure or differs) and not is_all and verdict.may_go_on:
+            # Some steps require one batch size, or take another path for a single sample.
+            verdict = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
+        return verdict
+
+    def _few_positions(self, batch: Any) -> int:
+        """Return how many positions to compare of sequences that may be too long for one rank; 0 to compare all."""
+        ranks = self.runs.groups.context_parallel.size
+        is_long = ranks > 1 and sequence_length(batch) > _LONG * ranks
+        return max(_FEW_POSITIONS * ranks, _LEAST_POSITIONS) if is_long else 0
+
+    def _on_copies(self, first: Verdict, full: Any, why: str, positions: int) -> Verdict | None:
         """Return the verdict on copies of two samples; None if the step does not differ on them.
 
         A loss over some samples only may be right in the first comparison by chance: see `copies_of_two`.
@@ -336,7 +360,8 @@ class StepProof:
         rules = state.merging.get(call.name, {})
         proven = state.proven.get(call.name, {})
         for batch in batches:
-            found = compare_step(self.runs, replace(call, batch=batch), batch, self.calls)
+            short = _shorter(batch, positions)
+            found = compare_step(self.runs, replace(call, batch=short), short, self.calls)
             wrong = [entry for entry in found.differences if entry.kind in ("loss", "gradient")]
             if _on_any(wrong, self.replica) or not found.may_go_on:
                 return found
@@ -427,7 +452,7 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str, why: st
     if len(unique) > _SHOWN:
         lines.append(f"  and {len(unique) - _SHOWN} more")
     return (
-        f"`{call.name}` must match a single-process run; got other results. Both ran on {_described(call.batch)}"
+        f"`{call.name}` must match a single-process run; got other results. Both ran on {_described(call)}"
         f" {why or 'before the first batch'} and differ in\n"
         + "\n".join(lines)
         + (f"\n{hint}" if hint else "")
@@ -827,7 +852,7 @@ class _Comparison:
             return ""
         text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + parts[-1]
         is_one = len(parts) < 2 and not text.endswith("s")
-        return f"{_described(self.call.batch)}: {text} {'matches' if is_one else 'match'} a single-process run"
+        return f"{_described(self.call)}: {text} {'matches' if is_one else 'match'} a single-process run"
 
     def _parameter_names(self) -> list[str]:
         return [name for name, _ in self.runs.module.named_parameters()]
@@ -1122,11 +1147,18 @@ def _loss(effects: ObservedStep) -> dict[str, float]:
     return {} if effects.loss is None else {"loss": effects.loss}
 
 
-def _described(batch: Any) -> str:
+def _shorter(batch: Any, positions: int) -> Any:
+    return shortened(batch, positions) if positions else batch
+
+
+def _described(call: StepCall) -> str:
     try:
-        return _count(num_samples(batch), "sample")
+        text = _count(num_samples(call.batch), "sample")
     except ValueError:
-        return "the first batch"
+        text = "the first batch"
+    if call.full_length:
+        text += f", of which it took {sequence_length(call.batch):,} of {call.full_length:,} positions"
+    return text
 
 
 def _count(count: int, noun: str) -> str:

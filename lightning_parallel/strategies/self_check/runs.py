@@ -72,12 +72,17 @@ __all__ = ["DividedRun", "StepCall", "StepRuns", "Way", "WholeRun"]
 
 @dataclass(frozen=True)
 class StepCall:
-    """A step: its name and its arguments."""
+    """A step: its name and its arguments.
+
+    Attributes:
+        full_length: The length of the sequences, of which the batch has some positions; 0 if it has all.
+    """
 
     name: str
     batch: Any
     rest: tuple[Any, ...]
     kwargs: dict[str, Any]
+    full_length: int = 0
 
 
 @dataclass(frozen=True)
