@@ -117,7 +117,12 @@ from lightning_parallel.strategies.ranks.processes import MeshProcesses, StartMe
 from lightning_parallel.strategies.run import Run
 from lightning_parallel.strategies.self_check.proof import Verify
 from lightning_parallel.strategies.setup.divide import cut_stages, records_of_run, save_plan, shard_tensors
-from lightning_parallel.strategies.setup.positions import plan_sequences, split_sequences
+from lightning_parallel.strategies.setup.positions import (
+    plan_sequences,
+    refuse_backward_hooks,
+    refuse_gradients_in_steps,
+    split_sequences,
+)
 from lightning_parallel.strategies.setup.tables import show_stages
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
@@ -294,6 +299,8 @@ class MeshStrategy(MeshProcesses):
         self._prepare_model(trainer)
         if is_fit:
             self._prepare_fit(trainer)
+        if self.groups.context_parallel.size > 1:
+            refuse_gradients_in_steps(run.state, self._patches)
         # After the optimizers: a precision plugin may replace them when it connects to the model.
         self.setup_precision_plugin()
         self._guard_gradients()
@@ -745,6 +752,8 @@ class MeshStrategy(MeshProcesses):
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         run = self.run
+        if self.groups.context_parallel.size > 1:
+            refuse_backward_hooks(self.module)
         if run.slices is not None:
             run.slices.widen()  # a closure may have made parameters narrow without a step after it
         if self.has_changed:
@@ -896,6 +905,10 @@ class MeshStrategy(MeshProcesses):
         step = getattr(super(), name)
         with self._shared_pass(), nullcontext() if run.hook_watch is None else run.hook_watch.step():
             output = step(*args, **kwargs)
+        if run.state.positions is not None:
+            # Callbacks may read outputs, or attributes, on some ranks only.
+            gather_attributes(self.module)
+            output = without_pieces(output)
         return without_caches(output) if self.groups.replica.size > 1 else output
 
     @contextmanager

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.torch import is_backward_running, pytree
 from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
 from lightning_parallel.tensor.context_attention import attend
 from lightning_parallel.tensor.context_methods import AttentionShape, Method, balanced_rows, choose_method
@@ -175,6 +175,16 @@ class Positions(Family):
     @property
     def draws_apart(self) -> bool:
         return True
+
+    @property
+    def has_no_full_gradient(self) -> bool:
+        return True
+
+    @property
+    def is_gathered_now(self) -> bool:
+        # In the backward of a user's function, the other factors are partial gradients, which differ between the ranks.
+        # A second run of a layer has gradients enabled.
+        return is_backward_running() and not torch.is_grad_enabled()
 
     @property
     def extent(self) -> int:
@@ -365,7 +375,8 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_n
         split.block = block
     leaves = pytree.tree_leaves(arguments)
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-    if hidden is None or hidden.dim() != _DIMENSIONS:
+    # A padding mask makes nested tensors in evaluation.
+    if hidden is None or hidden.is_nested or hidden.dim() != _DIMENSIONS:
         return arguments
     # Pieces of the tensor axis, such as those of a head that embeds, are made full first.
     if isinstance(hidden, Piece) and isinstance(hidden.family, Positions):

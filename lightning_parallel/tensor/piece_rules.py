@@ -94,6 +94,8 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = pytree.tree_leaves(leaves)
     pieces = [leaf for leaf in leaves if isinstance(leaf, Piece)]
+    if any(piece.family.is_gathered_now for piece in pieces):
+        return None
     for family in (piece.family for piece in pieces if not changes):
         own_rule = family.rules.get(base)
         if own_rule is not None:

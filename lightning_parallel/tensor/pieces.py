@@ -200,6 +200,16 @@ class Family:
         return gather_from_group(own, self.group, dim, sizes)
 
     @property
+    def has_no_full_gradient(self) -> bool:
+        """Whether no rank gets the full gradient of the full tensor."""
+        return False
+
+    @property
+    def is_gathered_now(self) -> bool:
+        """Whether functions compute on the full tensor for now."""
+        return False
+
+    @property
     def draws_apart(self) -> bool:
         """Whether each rank draws random numbers for its part only, instead of those of the full tensor."""
         return self.in_region
@@ -654,6 +664,11 @@ def _watch(piece: Piece) -> None:
     Raises:
         RuntimeError: If a result was already computed from the part.
     """
+    if piece.family.has_no_full_gradient:
+        raise RuntimeError(
+            "`retain_grad` and `register_hook` need a full gradient; got hidden states that are split along positions."
+            " Each rank has a share of their gradient. Use `context_parallel_size=1` to look at it"
+        )
     if piece.family.is_used:
         raise RuntimeError(
             "`retain_grad` and `register_hook` of sharded logits must come before the loss; got a call after it. The"

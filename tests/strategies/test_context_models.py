@@ -1,13 +1,17 @@
 """Models as their authors wrote them, on sequences that are split over ranks: every number of one process."""
 
+import os
+
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader
 
-from lightning_parallel import HybridParallelStrategy
+from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, comm
 from lightning_parallel.tensor.pieces import GATHERS, without_pieces
 from tests.harness import distributed
-from tests.strategies.test_pipeline_models import expect_equal, on_one_process, train
+from tests.strategies.models import trainer_for
+from tests.strategies.test_pipeline_models import NanoBlock, expect_equal, on_one_process, train
 
 # T5 and Gemma compute softmax or norms in single precision, whatever the precision of the model.
 IN_SINGLE_PRECISION = {"gemma3"}
@@ -76,3 +80,106 @@ def test_two_ranks(name, method):
 @distributed(world_size=4)
 def test_four_ranks(name, replicas, options):
     check(name, replicas, 4, **options)
+
+
+class Squared(torch.autograd.Function):
+    """Saves a hidden state, and has a gradient for a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return 2 * grad * x * weight, (grad * x * x).sum((0, 1))
+
+
+class Own(LightningModule):
+    """A transformer with a function of its own, which `spoil` changes."""
+
+    def __init__(self, spoil=lambda module: None):
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = torch.nn.ModuleList(NanoBlock(16) for _ in range(2)).double()
+        self.weight = torch.nn.Parameter(torch.rand(16, dtype=torch.float64))
+        self.spoil, self.seen = spoil, []
+        spoil(self)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = Squared.apply(block(x), self.weight)
+        return x
+
+    def training_step(self, batch, index):
+        x = batch.clone().requires_grad_()
+        self.kept = self(x)
+        self.asks = getattr(self, "asks", None) or (lambda y, x: 0.0)
+        return self.kept.square().mean() + self.asks(self.kept, x)
+
+    def predict_step(self, batch, index):
+        return self(batch)
+
+    def on_predict_batch_end(self, outputs, batch, index):
+        if self.trainer.is_global_zero:
+            self.seen.append(outputs.sum().item())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def own(strategy="auto", devices=1, spoil=lambda module: None, predicts=False):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    module = Own(spoil)
+    trainer = trainer_for(strategy, devices, max_epochs=1, use_distributed_sampler=False)
+    data = DataLoader(
+        torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), batch_size=2
+    )
+    if predicts:
+        return module, trainer.predict(module, data)
+    trainer.fit(module, data)
+    return module, module.state_dict()
+
+
+@distributed(world_size=2)
+def test_functions_of_the_user_that_save_hidden_states(group):
+    _, expected = own()
+    _, found = own(ContextParallelStrategy(), 2)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_results_of_evaluation_are_full_on_every_rank(group):
+    _, expected = own(predicts=True)
+    module, found = own(ContextParallelStrategy(), 2, predicts=True)
+    # One rank reads alone.
+    assert group.rank or module.seen == [pytest.approx(expected[0].sum().item(), rel=1e-10)]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def _hooked(module):
+    module.blocks[1].register_full_backward_hook(lambda *_: None)
+
+
+def _differentiates(module):
+    module.asks = lambda y, x: torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().mean()
+
+
+def _watches(module):
+    module.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(print) and None)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (_hooked, ValueError, "backward hooks"),
+        (_differentiates, RuntimeError, r"torch\.autograd\.grad"),
+        (_watches, RuntimeError, "full gradient"),
+    ],
+)
+@distributed(world_size=2)
+def test_shares_of_gradients_are_not_shown(group, spoil, error, text):
+    with pytest.raises(error, match=text):
+        own(ContextParallelStrategy(), 2, spoil)

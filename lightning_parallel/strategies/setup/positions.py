@@ -7,12 +7,14 @@ the first or the second dimension. The right dimension is that along which atten
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule
 from rich import box
 from rich.table import Table
@@ -20,7 +22,8 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import ParallelState, hook_before
+from lightning_parallel.compat import ParallelState, Patches, hook_before
+from lightning_parallel.compat.torch import backward_hooks_of
 from lightning_parallel.pipeline.layer_stack import repeated_entries
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies.options import ContextOptions
@@ -30,7 +33,14 @@ from lightning_parallel.tensor.context import AttentionNote, PositionSplit, spli
 from lightning_parallel.tensor.pieces import GATHERS
 from lightning_parallel.tensor.plan_table import merge_names
 
-__all__ = ["SequencePlan", "plan_sequences", "sequence_table", "split_sequences"]
+__all__ = [
+    "SequencePlan",
+    "plan_sequences",
+    "refuse_backward_hooks",
+    "refuse_gradients_in_steps",
+    "sequence_table",
+    "split_sequences",
+]
 
 _MOST_LINES = 6
 _DIMS = (1, 0)  # hidden states (batch, positions, features), or positions first
@@ -210,6 +220,40 @@ def _blocks_of(module: nn.Module, trials: list[_SplitTrial]) -> dict[str, tuple[
         f"Sequences of `{type(module).__name__}` cannot be split: no module computes attention over"
         f" positions of its input (batch, positions, features).{why} Set `context_parallel_size=1`"
     )
+
+
+def refuse_backward_hooks(module: nn.Module) -> None:
+    """Refuse hooks for gradients of modules, which would see a share of each gradient.
+
+    Raises:
+        ValueError: If a module has one.
+    """
+    for path, child in module.named_modules():
+        if any(backward_hooks_of(child)):
+            raise ValueError(
+                "With a context axis, modules must have no backward hooks (`register_full_backward_hook`); got one of"
+                f" `{path or type(child).__name__}`. Each rank has a share of the gradients there. Use hooks of"
+                " parameters, or `context_parallel_size=1`"
+            )
+
+
+def refuse_gradients_in_steps(state: ParallelState, patches: Patches) -> None:
+    """Refuse `torch.autograd.grad` in steps, which would return a share of a gradient, until `patches` are undone."""
+    original = torch.autograd.grad
+
+    @wraps(original)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        split = state.positions
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        is_users = caller not in ("torch", "lightning_parallel")
+        if is_users and state.is_in_step and not state.is_alone and split is not None and split.group.size > 1:
+            raise RuntimeError(
+                "With a context axis, a step must not call `torch.autograd.grad`: each rank would get a share of the"
+                " gradient. Use `context_parallel_size=1`, or differentiate a model outside the step"
+            )
+        return original(*args, **kwargs)
+
+    patches.replace(torch.autograd, "grad", grad)
 
 
 def _enter(
