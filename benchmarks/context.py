@@ -54,6 +54,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from contenders import in_turn
 from context_training import compare_memory, compare_steps
+from results import record
 from shaped_network import Network, unavailable
 from sleeping import LiveBytes
 from torch import Tensor, nn
@@ -78,7 +79,6 @@ from lightning_parallel.tensor.context_methods import (
 from lightning_parallel.tensor.tiled_logits import TiledHead
 from lightning_parallel.tensor.tiles import tiling_of
 from lightning_parallel.tracing import Recorder, activate
-from results import record
 
 METHODS: tuple[Method, ...] = get_args(Method)
 HEADS, SIZE = 8, 64

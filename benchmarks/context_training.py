@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from memory import CLASSES, GPT, STEPS, WARMUP, Block, Watch, show
+from results import record
 from sleeping import LiveBytes
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -32,7 +33,6 @@ from lightning_parallel import ContextParallelStrategy, comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.context_methods import Method, balanced_rows
 from lightning_parallel.tensor.pieces import GATHERS
-from results import record
 
 METHODS: tuple[Method, ...] = get_args(Method)
 RANKS = 2  # ranks of `step`
