@@ -225,9 +225,11 @@ def computes_on_parts(kind: type) -> bool:
 
 def gather_absent(values: Any) -> None:
     """Gather the data of parameters of which this replica holds slices; see `data_parallel.ParameterShards`."""
-    for leaf in pytree.tree_leaves(values):
+    leaves = pytree.tree_leaves(values)
+    for leaf in leaves:
         if isinstance(leaf, nn.Parameter) and (gather := vars(leaf).get("gather_slices")) is not None:
-            gather(leaf)
+            # All at once: a gathering frees the parameters of other units, as of a bias apart from its tied weight.
+            gather(leaves)
 
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------

@@ -515,6 +515,30 @@ def test_parameters_of_stage_3_are_full_wherever_code_reads_them(group, reshard)
     assert reshard == "layer" or held[0].traffic.peak > total
 
 
+class TiedHead(Deep):
+    """Has a head whose weight is the embedding's, so that its bias is gathered with other parameters."""
+
+    def __init__(self):
+        super().__init__(blocks=2)
+        self.embed, self.head = nn.Embedding(12, 8).double(), nn.Linear(8, 12).double()
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x.argmax(-1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[:, :5]
+
+
+@distributed(world_size=4)
+def test_a_head_is_full_though_its_bias_is_gathered_apart_from_its_tied_weight(group):
+    expected, found = TiedHead(), TiedHead()
+    fit(expected, "auto", 1)
+    trainer = run("tensor 2, data 2", found, stage=3)
+    assert trainer.strategy.run.rules["head.bias"].sizes == (6, 6)
+    torch.testing.assert_close(dict(found.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
+
+
 class Alone(Deep):
     """Reads a weight on one rank alone."""
 
