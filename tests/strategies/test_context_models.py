@@ -109,7 +109,8 @@ class Own(LightningModule):
 
     def forward(self, x):
         for block in self.blocks:
-            x = Squared.apply(block(x), self.weight)
+            x = block(x)
+            x = x + Squared.apply(x, self.weight)
         return x
 
     def training_step(self, batch, index):
