@@ -391,7 +391,7 @@ class MeshStrategy(MeshProcesses):
         is_tiled = is_fit and self.tiled == "auto"
         if is_tiled:
             plan_tiles(module, records, self.groups.world)
-        sequences = plan_sequences(module, self.groups, record)
+        sequences = plan_sequences(module, self.context_options, self.groups, record)
         sharding = shard_tensors(module, self.tensor_options, self.groups, records)
         split_sequences(module, sequences, self.context_options, self.groups)
 

@@ -151,6 +151,12 @@ def test_functions_of_the_user_that_save_hidden_states(group):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+@distributed(world_size=4)
+def test_too_few_heads_are_refused_before_the_first_step(group):
+    with pytest.raises(ValueError, match="'ulysses' cannot split `blocks.0`: 2 heads cannot be sharded over 4 ranks"):
+        own(ContextParallelStrategy(context_parallel_method="ulysses"), 4)
+
+
 @distributed(world_size=2)
 def test_results_of_evaluation_are_full_on_every_rank(group):
     _, expected = own(predicts=True)

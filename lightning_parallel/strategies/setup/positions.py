@@ -30,6 +30,7 @@ from lightning_parallel.strategies.options import ContextOptions
 from lightning_parallel.strategies.ranks.order import MessageOrder
 from lightning_parallel.strategies.setup.tables import print_table
 from lightning_parallel.tensor.context import AttentionNote, PositionSplit, split_input
+from lightning_parallel.tensor.context_methods import ulysses_reason
 from lightning_parallel.tensor.pieces import GATHERS
 from lightning_parallel.tensor.plan_table import merge_names
 
@@ -80,17 +81,19 @@ class SequencePlan(NamedTuple):
 
 
 def plan_sequences(
-    module: LightningModule, groups: MeshGroups, records: Callable[[], list[StepTrace]]
+    module: LightningModule, options: ContextOptions, groups: MeshGroups, records: Callable[[], list[StepTrace]]
 ) -> SequencePlan | None:
     """Find the blocks whose inputs the context axis splits along positions; None without such an axis.
 
     Args:
         module: The user's module, before its layers are sharded.
+        options: The strategy's arguments.
         groups: The mesh's groups.
         records: Records the steps of the run anew.
 
     Raises:
-        ValueError: On every rank, if no block computes attention over positions.
+        ValueError: On every rank, if no block computes attention over positions, or its heads do not suffice for
+            `ulysses`.
     """
     if groups.context_parallel.size == 1 or ParallelState.of(module).positions is not None:
         return None
@@ -102,6 +105,8 @@ def plan_sequences(
             blocks = {path: child for path, child in module.named_modules() if path and _has_children(child)}
             trials = _trials(blocks, records, is_named=False)
         found = _blocks_of(module, trials)
+        if options.method == "ulysses":
+            _refuse_few_heads(found, groups)
     dims = {path: dim for path, (dim, _) in found.items()}
     comm.agree("the blocks with split sequences", dims, groups.world)
     # Replicas see other masks.
@@ -109,6 +114,20 @@ def plan_sequences(
     products = frozenset(path for path, (_, notes) in found.items() if not all(note.heads for note in notes))
     gathers = sum((trial.gathers for trial in trials if trial.dim in dims.values()), Counter[str]())
     return SequencePlan(dims, all(comm.all_gather_object(is_causal, groups.world)), products, gathers)
+
+
+def _refuse_few_heads(found: Mapping[str, tuple[int, list[AttentionNote]]], groups: MeshGroups) -> None:
+    tensor, ranks = groups.tensor_parallel.size, groups.context_parallel.size
+    for path, (_, notes) in found.items():
+        for note in notes:
+            # The tensor axis shards heads as well.
+            heads, kv_heads = note.heads // tensor, max(1, note.kv_heads // tensor)
+            reason = ulysses_reason(heads, kv_heads, ranks) if note.heads else None
+            if reason is not None:
+                raise ValueError(
+                    f"context_parallel_method='ulysses' cannot split `{path}`: {reason}. Use 'ring', 'gather' or"
+                    " 'auto', or a smaller `context_parallel_size`"
+                )
 
 
 def split_sequences(
