@@ -130,13 +130,16 @@ def _as_piece(part: Tensor, place: int, family: Positions) -> Piece:
 
 def _added_product(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Compute `addmm` and `baddbmm`: the product, and a term that is added to it."""
-    if len(args) != 3 or kwargs.keys() - {"alpha", "beta"}:
+    names = ("input", "mat1", "mat2") if name == "addmm" else ("input", "batch1", "batch2")
+    given = dict(zip(names, args)) | kwargs
+    if len(args) > len(names) or not given.keys() <= {*names, "alpha", "beta"}:
         return _by_sample(func, args, kwargs)
-    product = torch.matmul(args[1], args[2])
-    alpha, beta = kwargs.get("alpha", 1), kwargs.get("beta", 1)
+    term, left, right = (given[each] for each in names)
+    alpha, beta = given.get("alpha", 1), given.get("beta", 1)
+    product = torch.matmul(left, right)
     product = product if alpha == 1 else product * alpha
     # With a factor of zero, torch ignores the term, which may be uninitialized.
-    return product if beta == 0 else product + (args[0] if beta == 1 else args[0] * beta)
+    return product if beta == 0 else product + (term if beta == 1 else term * beta)
 
 
 def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -152,11 +155,18 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
         if mine is None or (letter := own_letters[mine[1]]) not in result:
             continue
         family = mine[2]
+        places = [theirs.index(letter) - len(theirs) if letter in theirs else None for theirs in letters]
+        sizes = {operand.shape[place] for operand, place in zip(operands, places) if place is not None}
+        # A letter twice in one operand takes a diagonal, for which a rank lacks the rows or the columns.
+        if sizes - {1, family.extent} or any(theirs.count(letter) > 1 for theirs in letters):
+            continue
         if sum(each is not None for each in found) > 1 and family.split is not None:
             family.split.note()
         parts = [
-            _full(operand) if letter not in theirs else _along_dim(operand, theirs.index(letter) - len(theirs), family)
-            for operand, theirs in zip(operands, letters)
+            _full(operand)
+            if place is None or operand.shape[place] < family.extent
+            else _along_dim(operand, place, family)
+            for operand, place in zip(operands, places)
         ]
         return _as_piece(torch.einsum(equation, *parts), result.index(letter) - len(result), family)
     return _by_sample(func, (equation, *map(_full, operands)), kwargs)
@@ -216,9 +226,13 @@ def _elementwise_loss(func: Callable[..., Any], name: str, args: Arguments, kwar
     reduction = kwargs.get("reduction", "mean")
     if len(args) != 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return _by_sample(func, args, kwargs)
-    terms = computed_on_parts(partial(func, **{**kwargs, "reduction": "none"}), "mul", args, {})
+    weights = {each: value for each, value in kwargs.items() if isinstance(value, Tensor)}
+    options = {each: value for each, value in kwargs.items() if each not in weights} | {"reduction": "none"}
+    terms = computed_on_parts(partial(func, **options), "mul", args, weights)
     if terms is None:
         return _by_sample(func, args, kwargs)
+    if reduction == "mean" and "weight" in weights and name in ("mse_loss", "l1_loss"):
+        return terms.sum() / weights["weight"].sum()  # these losses divide by the weights
     return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
 
 
@@ -253,6 +267,8 @@ def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     sizes = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
     if name == "expand_as":
         sizes = args[1].shape
+        if not isinstance(piece, Piece):
+            return piece.expand(sizes)  # the other tensor gives its sizes only
     if own is None or kwargs or len(sizes) < piece.dim() or sizes[own[1]] not in (-1, piece.shape[own[1]]):
         return _by_sample(func, args, kwargs)
     part, place, family = own

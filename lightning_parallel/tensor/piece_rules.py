@@ -88,8 +88,10 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
     rule = RULES.get(base)
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         return None
+    # `F.normalize` passes on `out=None`.
+    kwargs = {each: value for each, value in kwargs.items() if each != "out"}
     leaves: Sequence[Any] = (*args, *kwargs.values())
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = pytree.tree_leaves(leaves)
@@ -124,7 +126,7 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
     with nullcontext() if is_plain else EnableTorchFunction():
         found = rule(PieceCall(func, base, args, kwargs, leaves, first, parts, family, changes))
     # A view shares its graph with the full tensor, any other result does not.
-    if found is not None and rule not in (_view, _reshape) and torch.is_grad_enabled():
+    if found is not None and rule not in (_view, _reshape, _as_complex) and torch.is_grad_enabled():
         for piece in pieces:
             piece.family.is_used |= parts[id(piece)].requires_grad
     return found
@@ -201,7 +203,7 @@ def _cast(call: PieceCall) -> Tensor | None:
     # The part of a transposed tensor may be contiguous already.
     if own is before and (call.name != "contiguous" or call.piece.is_contiguous()):
         return call.piece
-    if not own.is_floating_point() or own.device != before.device:
+    if not (own.is_floating_point() or own.is_complex()) or own.device != before.device:
         return None
     if _loses_digits(before, own.dtype):
         call.family = replace(call.family, is_rounded=True)
@@ -210,6 +212,17 @@ def _cast(call: PieceCall) -> Tensor | None:
 
 def _loses_digits(part: Tensor, dtype: torch.dtype) -> bool:
     return part.dtype == torch.float64 != dtype
+
+
+def _as_complex(call: PieceCall) -> Tensor | None:
+    """View pairs of numbers in the last dimension as complex numbers, or complex numbers as pairs."""
+    piece, is_complex = call.piece, call.part.is_complex()
+    if not is_complex and piece.place == piece.dim() - 1:
+        return None
+    # The strides of a part may not allow the view, although those of the full tensor do.
+    own = call.func(call.part if is_complex else call.part.contiguous())
+    with DisableTorchFunctionSubclass():
+        return call.func(piece).keep(own, piece.place, is_alias=True)
 
 
 def _reshape(call: PieceCall) -> Tensor | None:
@@ -530,6 +543,7 @@ _TABLE: list[tuple[Callable[[PieceCall], Any], str]] = [
     (_pointwise, "__mul__ __rmul__ __truediv__ __rtruediv__ __add__ __radd__ __sub__ __rsub__"),
     (_pointwise, "dropout alpha_dropout"),
     (_cast, "float double half bfloat16 to type type_as contiguous clone"),
+    (_as_complex, "view_as_complex view_as_real"),
     # The result is a piece if the sharded dimension stays one dimension, with its full extent.
     (_reshape, "view reshape flatten unflatten view_as reshape_as"),
     (_view, "transpose permute movedim moveaxis swapaxes swapdims t detach unsqueeze squeeze narrow select"),

@@ -80,6 +80,7 @@ _UNREAD = {
     *(_aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.t.default),
     *(_aten.transpose.int, _aten.permute.default, _aten.detach.default),
     *(_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default),
+    *(_aten.view_as_complex.default, _aten.view_as_real.default),
 }
 # These functions read the address of the data in C++, or copy the Python object.
 _NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
@@ -535,8 +536,15 @@ def _version(piece: Piece) -> int:
     return 0 if piece.is_inference() else version_of(piece)
 
 
-def _empty(shape: Sequence[int], strides: Sequence[int] | None, like: Tensor, data: _Data, family: Family) -> Piece:
-    piece = make_wrapper_subclass(Piece, shape, strides=strides, dtype=like.dtype, device=like.device)
+def _empty(
+    shape: Sequence[int],
+    strides: Sequence[int] | None,
+    like: Tensor,
+    data: _Data,
+    family: Family,
+    dtype: torch.dtype | None = None,
+) -> Piece:
+    piece = make_wrapper_subclass(Piece, shape, strides=strides, dtype=dtype or like.dtype, device=like.device)
     piece.place = -1
     piece.family = family
     piece._part = None
@@ -553,7 +561,7 @@ def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
 
     def view(meta: Tensor, choose: Callable[[Any], Tensor]) -> Piece:
         made = _Data(lambda: choose(func(data.get(), *rest, **kwargs)), data)
-        return _empty(meta.shape, meta.stride(), piece, made, piece.family)
+        return _empty(meta.shape, meta.stride(), piece, made, piece.family, meta.dtype)
 
     if isinstance(metas, Tensor):
         return view(metas, lambda result: result)

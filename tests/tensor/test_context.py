@@ -1,5 +1,7 @@
 """Functions and models whose sequences are split over ranks compute the numbers of one process."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +40,17 @@ def _module_of_heads(x, w, batch_first=True, **kwargs):
     return module(x, x, x, **kwargs)[0] @ w
 
 
+def _ramp(x, *samples):
+    """A number for each position, and for the samples and dimensions before."""
+    return torch.linspace(0.5, 2, x.shape[1] * math.prod(samples)).double().view(*samples, -1)
+
+
+def _rotated(x, w, is_in_place=False):
+    z = torch.view_as_complex((x @ w).reshape(*x.shape[:-1], -1, 2))
+    turn = torch.polar(torch.ones(x.shape[1], 1).double(), _ramp(x)[:, None])
+    return torch.view_as_real(z.mul_(turn) if is_in_place else z * turn).flatten(2)
+
+
 FUNCTIONS = {
     "linear": lambda x, w: F.linear(x, w).relu(),
     "flat and back": lambda x, w: torch.addmm(w[0], x.view(-1, E), w).view(B, -1, 2, 3).sum(-1),
@@ -70,6 +83,17 @@ FUNCTIONS = {
         x.sin().view(B, -1, 2, 3),
     ),
     "repeated heads": lambda x, w: _heads(x)[:, :, None].expand(-1, -1, 2, -1, -1).reshape(B, 4, -1, 3) * w[0, :3],
+    "diagonal by einsum": lambda x, w: torch.einsum("bii,bid->bid", (x @ w) @ x.transpose(1, 2), x),
+    "einsum with one gate for all positions": lambda x, w: torch.einsum("btd,btd,t->btd", x, w[None, :1], _ramp(x)),
+    "scores by keyword": lambda x, w: (
+        _ramp(x, B, 1).baddbmm(batch1=x @ w, batch2=x.mT, beta=0.5, alpha=2).softmax(-1) @ x
+    ),
+    "normalized queries and keys": lambda x, w: F.scaled_dot_product_attention(
+        F.normalize(_heads(x @ w), dim=-1), F.normalize(_heads(x), dim=-1), _heads(x), is_causal=True
+    ),
+    "complex rotation": _rotated,
+    "complex rotation in place": lambda x, w: _rotated(x, w, is_in_place=True),
+    "complex sum over positions": lambda x, w: torch.view_as_complex((x @ w).unflatten(-1, (3, 2))).cumsum(1).abs(),
     "cumulative sum": lambda x, w: x.cumsum(1) @ w,
     "convolution": lambda x, w: F.conv1d(x.transpose(1, 2), w[:, :, None], padding=1).transpose(1, 2),
     "windows": lambda x, w: F.pad(x @ w, (0, 0, 0, x.shape[1] % 2)).view(B, -1, 2, E).mean(2),
@@ -84,10 +108,20 @@ FUNCTIONS = {
     ),
     "squared error": lambda x, w: F.mse_loss(x @ w, torch.zeros(B, x.shape[1], E).double()),
     "binary": lambda x, w: F.binary_cross_entropy_with_logits(x @ w, torch.ones(B, x.shape[1], E).double()),
+    "binary with weights": lambda x, w: F.binary_cross_entropy_with_logits(
+        x @ w, x.detach().sigmoid(), weight=_ramp(x, B)[..., None], pos_weight=_ramp(x)[:, None]
+    ),
+    "squared error with weights": lambda x, w: F.mse_loss(
+        x @ w, x.detach().cos(), weight=_ramp(x, B)[..., None].expand(B, -1, E)
+    ),
     "in place": lambda x, w: (x @ w).mul_(2).add_(x),
     "in place in a view": lambda x, w: _added_in_view(x @ w),
 }
-GATHERING = {"cumulative sum", "convolution", "windows"}
+# These gather positions: one, those of keys or values, or those of all of the tensor.
+GATHERING = {"first position", "last position", "eager attention", "einsum", "scores by keyword"}
+GATHERING |= {"heads in a module", "heads in a module, positions first", "softmax over positions"}
+GATHERING |= {"cumulative sum", "convolution", "windows", "diagonal by einsum", "complex sum over positions"}
+GATHERING |= {"in place in a view", "complex rotation in place"}
 
 
 def _added_in_view(y):
@@ -129,6 +163,7 @@ def test_functions_of_split_sequences(ranks, length, is_balanced):
         x, w = _inputs(length)
         y = _compute(name, x, w)
         y.sin().sum().backward()
+        assert [results[name][-1] > 0 for results in everyone] == [name in GATHERING] * ranks, name
         for rank, results in enumerate(everyone):
             for what, found, expected in zip(("result", "input", "weight"), results[name], (y, x.grad, w.grad)):
                 torch.testing.assert_close(
