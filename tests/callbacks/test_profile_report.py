@@ -41,7 +41,8 @@ def test_a_run_leaves_page_data_and_trace(profile):
     assert sorted(path.name for path in profile.iterdir()) == FILES
     report = read(profile)
     facts = report["run"]
-    assert facts["mesh"] == {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 2}
+    sizes = {"data_parallel": 1, "pipeline_parallel": 2, "context_parallel": 1, "tensor_parallel": 2}
+    assert facts["mesh"] == sizes
     assert [facts[key] for key in ("model", "schedule", "num_microbatches", "global_batch")] == ["Net", "1f1b", 4, 8]
     assert sorted(report["reports"]) == ["CommunicationProfiler", "PipelineTimeline", "StepBreakdown", "Throughput"]
     assert [rank["rank"] for rank in report["reports"]["StepBreakdown"]["ranks"]] == [0, 1, 2, 3]
