@@ -48,11 +48,12 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 # The base of all batch and instance normalization. A list of the public classes would miss the users' subclasses.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
+
+# Hooks around the steps of all optimizers: they can be added in public, but not run at another time.
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import _named_member_accessor
 from torch.optim import Optimizer
-
-# Hooks around the steps of all optimizers: they can be added in public, but not run at another time.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode
 
@@ -124,6 +125,7 @@ __all__ = [
     "forbid_data_access",
     "backward_hooks_of",
     "forward_hooks_of",
+    "global_backward_hooks",
     "global_step_hooks",
     "seed_torch",
     "state_hooks_of",
@@ -654,6 +656,11 @@ def step_hooks_of(optimizer: Optimizer) -> tuple[dict[int, Callable[..., Any]], 
     """Return the hooks before and after a step of an optimizer, by number; empty if torch has not set it up."""
     own = vars(optimizer)
     return own.get("_optimizer_step_pre_hooks", {}), own.get("_optimizer_step_post_hooks", {})
+
+
+def global_backward_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """Return the hooks for gradients of all modules, after and before the backward of a module."""
+    return _global_backward_hooks, _global_backward_pre_hooks
 
 
 def global_step_hooks() -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:

@@ -10,8 +10,6 @@ losses. Any other function gathers the tensor.
 Each rank differentiates the same loss, and all gradients along the axis are partial: the mean over the ranks of the
 parameters' gradients is the gradient, as under data parallelism. So a gather sums gradients in backward, and a split
 pads them with zeros.
-
-Legend: B batch, H heads, L queries, S keys, E features of a head; L_r, S_r those of rank r.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, wraps
+from functools import lru_cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import is_backward_running, pytree
 from lightning_parallel.tensor.autograd import all_gather_to_group, reduce_scatter_to_group
@@ -64,20 +61,24 @@ class PositionSplit:
     Attributes:
         group: The ranks of the axis.
         method: How attention exchanges positions; see `ContextParallelStrategy`.
-        is_balanced: Whether each rank takes a run of positions from both ends, since causal attention costs more for
-            later queries.
+        is_causal: Whether all attention is causal without a mask.
         notes: In a trial, the attention that was computed on split sequences; None otherwise.
         block: Path of the block that was entered last.
     """
 
     group: Group
     method: Literal["auto"] | Method = "auto"
-    is_balanced: bool = False
+    is_causal: bool = False
     notes: list[AttentionNote] | None = None
     block: str = ""
 
     def __deepcopy__(self, memo: object) -> PositionSplit:
         return self
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether each rank takes positions from both ends, since causal attention costs more for later queries."""
+        return self.is_causal and self.method != "ulysses"
 
     def rule(self, length: int) -> Shard:
         """Return the positions of each rank in a sequence; ranks of a short sequence may have none."""
@@ -109,21 +110,22 @@ class PositionSplit:
     ) -> Tensor:
         """Return the rows of this rank of an attention; see `context_attention.attend`."""
         self.note(q.shape[-3], k.shape[-3], is_causal)
-        shape = AttentionShape(
-            batch=_count_of(q.shape[:-3]),
-            heads=q.shape[-3],
-            kv_heads=k.shape[-3],
-            head_size=q.shape[-1],
-            value_size=v.shape[-1],
-            item_bytes=q.element_size(),
-            rows=rows,
-            columns=columns,
-            is_causal=is_causal,
-        )
+        method = self.method
         if dropout or columns.replicated:
-            method: Method = "gather"  # the only one that drops weights, and the only one for keys that all ranks have
-        else:
-            method = _chosen(shape, mask is not None) if self.method == "auto" else self.method
+            method = "gather"  # the only one that drops weights, and the only one for keys that all ranks have
+        elif method == "auto":
+            shape = AttentionShape(
+                batch=_count_of(q.shape[:-3]),
+                heads=q.shape[-3],
+                kv_heads=k.shape[-3],
+                head_size=q.shape[-1],
+                value_size=v.shape[-1],
+                item_bytes=q.element_size(),
+                rows=rows,
+                columns=columns,
+                is_causal=is_causal,
+            )
+            method = _chosen(shape, mask is not None)
         return attend(
             q,
             k,
@@ -140,12 +142,12 @@ class PositionSplit:
         )
 
 
-@cache
+@lru_cache(256)  # lengths may change from step to step
 def _chosen(shape: AttentionShape, has_mask: bool) -> Method:
     return choose_method(shape, has_mask)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Positions(Family):
     """The facts of a piece whose sharded dimension is positions, or positions joined with other dimensions.
 
@@ -156,8 +158,8 @@ class Positions(Family):
         inner: The elements after positions in a joined dimension.
     """
 
-    positions: Shard = Shard(0, ())
-    split: PositionSplit | None = None
+    positions: Shard
+    split: PositionSplit
     outer: int = 1
     inner: int = 1
 
@@ -166,14 +168,18 @@ class Positions(Family):
         """Return the facts of a tensor of these positions."""
         extents = tuple(outer * size * inner for size in positions.sizes)
         packing = None if outer == 1 and positions.consecutive else positions
-        return cls(extents, split.group, packing, positions=positions, split=split, outer=outer, inner=inner)
+        return cls(
+            extents=extents,
+            group=split.group,
+            packing=packing,
+            positions=positions,
+            split=split,
+            outer=outer,
+            inner=inner,
+        )
 
     @property
-    def sums_operands(self) -> bool:
-        return True
-
-    @property
-    def draws_apart(self) -> bool:
+    def is_of_positions(self) -> bool:
         return True
 
     @property
@@ -215,14 +221,6 @@ class Positions(Family):
         if self.packing is not None:
             full = torch.cat([self.part_of_rank(full, dim, rank) for rank in range(self.group.size)], dim)
         return reduce_scatter_to_group(full, self.group, dim, self.extents)
-
-    def join(self, part: Tensor, dim: int) -> Tensor:
-        return self._in_order(all_gather_to_group(part, self.group, dim, self.extents), dim)
-
-    def join_data(self, part: Tensor, dim: int) -> Tensor:
-        sent = part.to(self.group.host_device) if part.device.type == "cpu" else part
-        full = comm.all_gather(sent, self.group, dim, self.extents).contiguous().to(part.device)
-        return self._in_order(full, dim)
 
     def shared(self, full: Tensor) -> Tensor:
         return full
@@ -272,7 +270,6 @@ class Positions(Family):
         return SentPositions(place, self.positions, self.outer, self.inner, self.is_rounded)
 
     def _again(self, positions: Shard, outer: int, inner: int) -> Positions:
-        assert self.split is not None
         found = Positions.of_positions(positions, self.split, outer, inner)
         return replace(found, is_rounded=self.is_rounded)
 
@@ -295,11 +292,9 @@ class Positions(Family):
         own = runs[0] if len(runs) == 1 else torch.cat(runs, dim + (not self.is_plain))
         return own if self.is_plain else own.flatten(dim, dim + 2)
 
-    def _in_order(self, by_rank: Tensor, dim: int) -> Tensor:
-        if self.packing is None:
-            return by_rank
-        dim %= by_rank.dim()
-        parts = by_rank.split(self.extents, dim)
+    def in_order(self, full: Tensor, dim: int) -> Tensor:
+        dim %= full.dim()
+        parts = full.split(self.extents, dim)
         if self.is_plain:
             return self.positions.along(dim).merge(parts)
         sizes = self.positions.sizes

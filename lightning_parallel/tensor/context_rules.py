@@ -47,7 +47,7 @@ def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     given = dict(zip(names, args)) | kwargs
     query = _part_and_place(given["query"])
     if query is None or query[1] != -2 or not query[2].is_plain:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     q, _, rows = query
     keys = [_part_and_place(given[each]) for each in ("key", "value")]
     is_split = all(each is not None and each[1] == -2 and each[2].is_plain for each in keys)
@@ -59,9 +59,7 @@ def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
         # Keys and values that every rank has, such as those of a short encoder.
         k, v = _full(given["key"]), _full(given["value"])
         columns = Shard(0, (((0, k.shape[-2]),),) * rows.group.size)
-    split = rows.split
-    assert split is not None
-    found = split.attend(
+    found = rows.split.attend(
         q,
         k,
         v,
@@ -76,7 +74,7 @@ def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     return piece_with(found, found.dim() - 2, rows)
 
 
-def _by_sample(func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
+def _on_full(func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Compute on full tensors."""
     return func(*map(_full, args), **{name: _full(value) for name, value in kwargs.items()})
 
@@ -86,7 +84,7 @@ def _by_sample(func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]
 
 def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if len(args) != 2 or kwargs or min(each.dim() for each in args) < 2:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     if name == "__rmatmul__":
         args = (args[1], args[0])
     left, right = args
@@ -95,33 +93,27 @@ def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
         # Sums over positions: each rank sums over its own.
         return mine[2].summed(torch.matmul(mine[0], theirs[0]))
     if mine is not None and mine[1] == -2:
-        if theirs is not None and theirs[1] == -1 and mine[2].split is not None:
+        if theirs is not None and theirs[1] == -1:
             mine[2].split.note()  # queries and keys
         other = _full(right)
         return _as_piece(torch.matmul(mine[0], other), -2, mine[2])
     if theirs is not None and theirs[1] == -1:
         return _as_piece(torch.matmul(_full(left), theirs[0]), -1, theirs[2])
     for at, found in enumerate((mine, theirs)):
-        if found is None or found[1] >= -2:
-            continue
-        other = args[1 - at]
-        cut = _along(other, found)
-        if cut is not None:
-            factors = (found[0], cut) if at == 0 else (cut, found[0])
+        if found is not None and found[1] < -2:
+            other = _along(args[1 - at], found[1], found[2])
+            factors = (found[0], other) if at == 0 else (other, found[0])
             return _as_piece(torch.matmul(*factors), found[1], found[2])
-    return _by_sample(torch.matmul, (left, right), {})
+    return _on_full(torch.matmul, (left, right), {})
 
 
-def _along(other: Any, found: tuple[Tensor, int, Positions]) -> Tensor | None:
-    """Return the part of a factor with the same positions among its dimensions of samples; None if it has others."""
-    _, place, family = found
-    own = _part_and_place(other)
-    if own is not None:
-        return own[0] if own[1] == place and own[2].is_like(family) else None
-    other = _full(other)
-    if other.dim() < -place or other.shape[place] == 1:
-        return other
-    return family.cut(other, place)
+def _along(operand: Any, place: int, family: Positions) -> Tensor:
+    """Return the part of an operand with the same positions at a place from the end; all of it if it broadcasts."""
+    own = _part_and_place(operand)
+    if own is not None and own[1] == place and own[2].is_like(family):
+        return own[0]
+    full = _full(operand)
+    return full if full.dim() < -place or full.shape[place] < family.extent else family.cut(full, place)
 
 
 def _as_piece(part: Tensor, place: int, family: Positions) -> Piece:
@@ -133,7 +125,7 @@ def _added_product(func: Callable[..., Any], name: str, args: Arguments, kwargs:
     names = ("input", "mat1", "mat2") if name == "addmm" else ("input", "batch1", "batch2")
     given = dict(zip(names, args)) | kwargs
     if len(args) > len(names) or not given.keys() <= {*names, "alpha", "beta"}:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     term, left, right = (given[each] for each in names)
     alpha, beta = given.get("alpha", 1), given.get("beta", 1)
     product = torch.matmul(left, right)
@@ -146,7 +138,7 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
     operands = list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
     equation = args[0]
     if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return _by_sample(func, (equation, *map(_full, operands)), kwargs)
+        return _on_full(func, (equation, *map(_full, operands)), kwargs)
     inputs, result = equation.replace(" ", "").split("->")
     letters = inputs.split(",")
     found = [_part_and_place(operand) for operand in operands]
@@ -160,23 +152,14 @@ def _einsum(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[s
         # A letter twice in one operand takes a diagonal, for which a rank lacks the rows or the columns.
         if sizes - {1, family.extent} or any(theirs.count(letter) > 1 for theirs in letters):
             continue
-        if sum(each is not None for each in found) > 1 and family.split is not None:
+        if sum(each is not None for each in found) > 1:
             family.split.note()
         parts = [
-            _full(operand)
-            if place is None or operand.shape[place] < family.extent
-            else _along_dim(operand, place, family)
+            _full(operand) if place is None else _along(operand, place, family)
             for operand, place in zip(operands, places)
         ]
         return _as_piece(torch.einsum(equation, *parts), result.index(letter) - len(result), family)
-    return _by_sample(func, (equation, *map(_full, operands)), kwargs)
-
-
-def _along_dim(operand: Any, place: int, family: Positions) -> Tensor:
-    own = _part_and_place(operand)
-    if own is not None and own[1] == place and own[2].is_like(family):
-        return own[0]
-    return family.cut(_full(operand), place)
+    return _on_full(func, (equation, *map(_full, operands)), kwargs)
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
@@ -192,11 +175,11 @@ def _class_loss(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
     mine = _part_and_place(logits)
     classes = 1 if logits.dim() > 1 else 0
     if mine is None or logits.place == classes or outdated != (None, None) or isinstance(weight, Piece):
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     part, _, family = mine
     is_soft = target.is_floating_point()
     place = logits.place - (logits.place > classes and not is_soft)
-    own_target = _along_dim(target, place - target.dim(), family)
+    own_target = _along(target, place - target.dim(), family)
     # Logits in tiles give the gradients of a sum at once.
     own = func(part, own_target, weight=weight, reduction="none" if reduction == "none" else "sum", **given)
     place = logits.place - (logits.place > classes)
@@ -225,12 +208,12 @@ def _elementwise_loss(func: Callable[..., Any], name: str, args: Arguments, kwar
     """Compute a loss with a term for each element."""
     reduction = kwargs.get("reduction", "mean")
     if len(args) != 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     weights = {each: value for each, value in kwargs.items() if isinstance(value, Tensor)}
     options = {each: value for each, value in kwargs.items() if each not in weights} | {"reduction": "none"}
     terms = computed_on_parts(partial(func, **options), "mul", args, weights)
     if terms is None:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     if reduction == "mean" and "weight" in weights and name in ("mse_loss", "l1_loss"):
         return terms.sum() / weights["weight"].sum()  # these losses divide by the weights
     return terms if reduction == "none" else terms.mean() if reduction == "mean" else terms.sum()
@@ -255,7 +238,7 @@ def _concatenated(func: Callable[..., Any], name: str, args: Arguments, kwargs: 
     place_of_dim = dim % (count + (name == "stack")) - (count + (name == "stack"))
     if name != "stack" and place_of_dim == place:
         return func([*map(_full, tensors)], dim)
-    parts = [_along_dim(each, place, family) for each in full]
+    parts = [_along(each, place, family) for each in full]
     joined = func(parts, dim)
     # A new dimension after positions moves them.
     at = place - 1 if name == "stack" and place_of_dim > place - 1 else place
@@ -270,7 +253,7 @@ def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
         if not isinstance(piece, Piece):
             return piece.expand(sizes)  # the other tensor gives its sizes only
     if own is None or kwargs or len(sizes) < piece.dim() or sizes[own[1]] not in (-1, piece.shape[own[1]]):
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     part, place, family = own
     sizes = [*sizes]
     sizes[place] = part.shape[place]
@@ -280,7 +263,7 @@ def _expanded(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
 def _like(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Compute functions that take the shape or the type of another tensor."""
     if kwargs or len(args) != 2:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     return args[0].to(args[1].dtype) if name == "type_as" else getattr(args[0], name.removesuffix("_as"))(args[1].shape)
 
 
@@ -289,7 +272,7 @@ def _repeated(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     is_known = own is not None and isinstance(dim, int) and dim % piece.dim() - piece.dim() != own[1]
     if not is_known or any(isinstance(each, Piece) for each in (*args[1:], *kwargs.values())):
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     assert own is not None
     return _as_piece(func(own[0], *args[1:], **kwargs), own[1], own[2])
 
@@ -308,7 +291,7 @@ def _multi_head(func: Callable[..., Any], name: str, args: Arguments, kwargs: di
     query, key, value = given["query"], given["key"], given["value"]
     unusual = any(given.get(each) is not None for each in ("bias_k", "bias_v", "static_k", "static_v"))
     if unusual or given["add_zero_attn"] or query.dim() != 3:
-        return _by_sample(func, args, kwargs)
+        return _on_full(func, args, kwargs)
     if given.get("use_separate_proj_weight"):
         weights = [given[f"{each}_proj_weight"] for each in "qkv"]
     else:

@@ -78,7 +78,7 @@ class PieceCall:
 
     def operand(self, value: Any) -> Any:
         """Return an argument that all rows of the full tensor share, for a computation on this rank's rows."""
-        if self.family.sums_operands or not isinstance(value, Tensor) or not value.requires_grad:
+        if self.family.is_of_positions or not isinstance(value, Tensor) or not value.requires_grad:
             return value
         return self.family.shared(value)
 
@@ -88,10 +88,11 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
     rule = RULES.get(base)
-    if kwargs.get("out") is not None:
-        return None
-    # `F.normalize` passes on `out=None`.
-    kwargs = {each: value for each, value in kwargs.items() if each != "out"}
+    if "out" in kwargs:
+        if kwargs["out"] is not None:
+            return None
+        # `F.normalize` passes on `out=None`.
+        kwargs = {each: value for each, value in kwargs.items() if each != "out"}
     leaves: Sequence[Any] = (*args, *kwargs.values())
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = pytree.tree_leaves(leaves)
@@ -149,7 +150,7 @@ def _pointwise(call: PieceCall) -> Tensor | None:
     shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else piece.shape
     is_known = len(shape) == piece.dim() and shape[piece.place] == piece.shape[piece.place]
     # With one argument, `where` returns indices. Outside a region, dropout draws the same numbers on all ranks.
-    is_drawn = call.name in DROPOUTS and not family.draws_apart
+    is_drawn = call.name in DROPOUTS and not family.is_of_positions
     if not is_known or is_drawn or (call.name == "where" and len(call.leaves) < 3):
         return None
     # In a region, such a tensor would get the gradient of the part only. Parameters have one dimension, and their
@@ -291,7 +292,8 @@ def _index_at_place(call: PieceCall) -> tuple[int | slice, tuple[Any, ...]] | No
         start = call.argument("start" if call.name == "narrow" else "index", 2)
         if call.name == "select":
             return int(start), (*full[:place], 0)
-        return slice(int(start) % piece.shape[place], int(start) % piece.shape[place] + call.args[-1]), ()
+        first = int(start) % piece.shape[place]
+        return slice(first, first + call.argument("length", 3)), ()
     if call.name != "__getitem__":
         return None
     given = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
@@ -301,10 +303,8 @@ def _index_at_place(call: PieceCall) -> tuple[int | slice, tuple[Any, ...]] | No
     at = next((i for i, each in enumerate(given) if each is Ellipsis), len(given))
     given = (*given[:at], *full[: piece.dim() - taken], *given[at + 1 :])
     places = [i for i, each in enumerate(given) if each is not None]
-    mine = given[places[place]]
-    if mine == slice(None) or (
-        isinstance(mine, slice) and mine.indices(piece.shape[place]) == (0, piece.shape[place], 1)
-    ):
+    mine, size = given[places[place]], piece.shape[place]
+    if isinstance(mine, slice) and mine.indices(size) == (0, size, 1):
         return None
     rest = 0 if isinstance(mine, int) else slice(None)
     return mine, (*given[: places[place]], rest, *given[places[place] + 1 :])
@@ -315,10 +315,9 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
     piece, place, size = call.piece, call.piece.place, call.piece.shape[call.piece.place]
     if isinstance(index, int) and not -size <= index < size:
         return None
-    start, stop, step = (
-        slice(index % size, index % size + 1).indices(size) if isinstance(index, int) else index.indices(size)
-    )
-    found = piece.family.narrowed(start, max(stop - start, 0)) if step == 1 else None
+    run = slice(index % size, index % size + 1) if isinstance(index, int) else index
+    start, stop, step = run.indices(size)
+    found = piece.family.narrowed(start, stop - start) if step == 1 and stop > start else None
     if found is None:
         return None
     offsets, family = found
@@ -328,7 +327,7 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
         # Only this row is gathered.
         return piece_with(part, place, family).whole()[rest]
     with DisableTorchFunctionSubclass():
-        view = piece.narrow(place, start, max(stop - start, 0)).keep(part, place, True, family)  # type: ignore[attr-defined]
+        view = piece.narrow(place, start, stop - start).keep(part, place, True, family)  # type: ignore[attr-defined]
     return view if _is_everything(rest) else computed_on_parts(Tensor.__getitem__, "__getitem__", (view, rest), {})
 
 

@@ -120,8 +120,8 @@ class Family:
     """The rules of functions whose arguments may be sharded in different ways."""
 
     @property
-    def sums_operands(self) -> bool:
-        """Whether gradients of full tensors that parts are computed with are partial, and stay so."""
+    def is_of_positions(self) -> bool:
+        """Whether ranks compute other positions: they draw other numbers, and shared operands get partial gradients."""
         return self.in_region
 
     @classmethod
@@ -161,15 +161,15 @@ class Family:
 
     def join(self, part: Tensor, dim: int) -> Tensor:
         """Return the full tensor, in autograd's graph; every rank of the group must call it."""
-        full = gather_from_group(part, self.group, dim, self.extents)
-        return full if self.packing is None else self._packed(full, dim)
+        full = self.all_of(part, dim, self.extents)
+        return full if self.packing is None else self.in_order(full, dim)
 
     def join_data(self, part: Tensor, dim: int) -> Tensor:
         """Return the full tensor outside autograd's graph; every rank of the group must call it."""
         # The state of an optimizer may be in host memory, and a group may communicate tensors of devices only.
         sent = part.to(self.group.host_device) if part.device.type == "cpu" else part
         full = comm.all_gather(sent, self.group, dim, self.extents).contiguous().to(part.device)
-        return full if self.packing is None else self._packed(full, dim)
+        return full if self.packing is None else self.in_order(full, dim)
 
     def shared(self, full: Tensor) -> Tensor:
         """Return a full tensor for a computation with the part.
@@ -210,16 +210,12 @@ class Family:
         """Whether functions compute on the full tensor for now."""
         return False
 
-    @property
-    def draws_apart(self) -> bool:
-        """Whether each rank draws random numbers for its part only, instead of those of the full tensor."""
-        return self.in_region
-
     def drawing(self, name: str, part: Tensor) -> AbstractContextManager[Any]:
         """Return a context in which the function `name` may draw random numbers for the part."""
         return nullcontext()
 
-    def _packed(self, full: Tensor, dim: int) -> Tensor:
+    def in_order(self, full: Tensor, dim: int) -> Tensor:
+        """Put the parts, which follow each other by rank, in the order of the full tensor."""
         assert self.packing is not None
         return self.packing.along(dim).merge(full.split(self.extents, dim))
 
@@ -411,11 +407,8 @@ class Piece(Tensor):
     def for_next_stage(self) -> tuple[Tensor, Callable[[Tensor, Any], Tensor] | None]:
         """Return a tensor to send to the next pipeline stage, and a function that makes a piece of it there."""
         own = self.valid_part
-        found = None if own is None else self.family.at_next_stage(self.place)
-        if found is None:
-            return self.whole(), None
-        assert own is not None
-        return own, found
+        made = self.family.at_next_stage(self.place)
+        return (self.whole(), None) if own is None or made is None else (own, made)
 
     def has_rows_in(self, other: Tensor) -> bool:
         """Return whether a full tensor, which broadcasts with this one, has a row for each index of the dimension."""
@@ -469,8 +462,6 @@ class Piece(Tensor):
         if name == "equal":
             # Lightning compares all pairs of parameters so.
             return args[0] is args[1] or (args[0].shape == args[1].shape and bool((args[0] == args[1]).all()))
-        if name == "__deepcopy__" and args[0].family.group.is_pretended:
-            return args[0]  # a record copies arguments, and has no data
         with DisableTorchFunctionSubclass():
             is_data = name == "__get__" and func == _DATA
             if (is_data or name == "detach") and args[0].home is not None:
@@ -599,9 +590,7 @@ def _without_graph(part: Tensor, place: int, family: Family, home: Tensor | None
 def _gather(part: Tensor, place: int, family: Family) -> Tensor:
     line = innermost_users_line()
     GATHERS[line] += bool(line)
-    if family.group.is_pretended:
-        return part.new_empty(family.full_shape(part.shape, place))
-    if line:
+    if line and not family.group.is_pretended:
         _tell_of_gathers(line, part, place, family)
     return family.join_data(part.whole() if isinstance(part, (Piece, TiledLogits)) else part, place)
 

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, comm
@@ -13,7 +14,7 @@ from tests.harness import distributed
 from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline_models import NanoBlock, expect_equal, on_one_process, train
 
-# T5 and Gemma compute softmax or norms in single precision, whatever the precision of the model.
+# Gemma computes norms in single precision, whatever the precision of the model.
 IN_SINGLE_PRECISION = {"gemma3"}
 # A rank needs the row of the first position, or a table of relative positions, or a tensor in another graph.
 GATHERING = {"vit", "deberta", "mixed_gpt"}
@@ -170,6 +171,13 @@ def _hooked(module):
     module.blocks[1].register_full_backward_hook(lambda *_: None)
 
 
+HANDLES = []  # of hooks of all modules, which outlive a test
+
+
+def _hooked_all(module):
+    HANDLES.append(register_module_full_backward_hook(lambda *_: None))
+
+
 def _differentiates(module):
     module.asks = lambda y, x: torch.autograd.grad(y.sum(), x, create_graph=True)[0].square().mean()
 
@@ -181,12 +189,17 @@ def _watches(module):
 @pytest.mark.parametrize(
     ("spoil", "error", "text"),
     [
-        (_hooked, ValueError, "backward hooks"),
+        (_hooked, ValueError, "backward hooks.* `blocks.1`"),
+        (_hooked_all, ValueError, "backward hooks.* all modules"),
         (_differentiates, RuntimeError, r"torch\.autograd\.grad"),
         (_watches, RuntimeError, "full gradient"),
     ],
 )
 @distributed(world_size=2)
 def test_shares_of_gradients_are_not_shown(group, spoil, error, text):
-    with pytest.raises(error, match=text):
-        own(ContextParallelStrategy(), 2, spoil)
+    try:
+        with pytest.raises(error, match=text):
+            own(ContextParallelStrategy(), 2, spoil)
+    finally:
+        while HANDLES:
+            HANDLES.pop().remove()

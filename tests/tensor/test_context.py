@@ -59,6 +59,8 @@ FUNCTIONS = {
     "norms": lambda x, w: F.layer_norm(x, (E,), w[0]) + x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)),
     "rotate": lambda x, w: torch.cat([-x[..., E // 2 :], x[..., : E // 2]], -1) * w.cos()[0],
     "shift left": lambda x, w: (x[:, :-1] @ w)[:, 1:],
+    "an empty range": lambda x, w: (x[:, 5:5] @ w).sum() + x,
+    "narrow by keywords": lambda x, w: x.narrow(1, 1, length=3) @ w,
     "shift by narrow": lambda x, w: (x.narrow(1, 2, 4) @ w).transpose(1, 2),
     "first position": lambda x, w: (x[:, 0] @ w).tanh(),
     "last position": lambda x, w: x[:, -1, :] @ w,
@@ -118,7 +120,7 @@ FUNCTIONS = {
     "in place in a view": lambda x, w: _added_in_view(x @ w),
 }
 # These gather positions: one, those of keys or values, or those of all of the tensor.
-GATHERING = {"first position", "last position", "eager attention", "einsum", "scores by keyword"}
+GATHERING = {"an empty range", "first position", "last position", "eager attention", "einsum", "scores by keyword"}
 GATHERING |= {"heads in a module", "heads in a module, positions first", "softmax over positions"}
 GATHERING |= {"cumulative sum", "convolution", "windows", "diagonal by einsum", "complex sum over positions"}
 GATHERING |= {"in place in a view", "complex rotation in place"}
@@ -142,7 +144,7 @@ def _inputs(length):
 
 def _divided(names, length, is_balanced):
     group = comm.Group.of()
-    split, found = PositionSplit(group, is_balanced=is_balanced), {}
+    split, found = PositionSplit(group, "gather" if is_balanced else "auto", is_causal=is_balanced), {}
     for name in names:
         x, w = _inputs(length)
         before = GATHERS.total()

@@ -23,7 +23,7 @@ from torch import nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches, hook_before
-from lightning_parallel.compat.torch import backward_hooks_of
+from lightning_parallel.compat.torch import backward_hooks_of, global_backward_hooks
 from lightning_parallel.pipeline.layer_stack import repeated_entries
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies.options import ContextOptions
@@ -152,7 +152,7 @@ def split_sequences(
         state.positions.group, state.positions.method = group, options.method
     if plan is None:
         return
-    state.positions = split = PositionSplit(group, options.method, plan.is_causal and options.method != "ulysses")
+    state.positions = split = PositionSplit(group, options.method, plan.is_causal)
     for path, dim in plan.dims.items():
         hook_before(module.get_submodule(path), partial(_enter, state, split, path, dim), with_kwargs=True)
     print_table(sequence_table(module, plan, split))
@@ -247,13 +247,16 @@ def refuse_backward_hooks(module: nn.Module) -> None:
     Raises:
         ValueError: If a module has one.
     """
-    for path, child in module.named_modules():
-        if any(backward_hooks_of(child)):
-            raise ValueError(
-                "With a context axis, modules must have no backward hooks (`register_full_backward_hook`); got one of"
-                f" `{path or type(child).__name__}`. Each rank has a share of the gradients there. Use hooks of"
-                " parameters, or `context_parallel_size=1`"
-            )
+    # Each step asks, and names take longer.
+    if not any(global_backward_hooks()) and not any(any(backward_hooks_of(child)) for child in module.modules()):
+        return
+    named = ((path or type(child).__name__, child) for path, child in module.named_modules())
+    hooked = (f"`{name}`" for name, child in named if any(backward_hooks_of(child)))
+    raise ValueError(
+        "With a context axis, modules must have no backward hooks (`register_full_backward_hook`); got one of"
+        f" {next(hooked, 'all modules')}. Each rank has a share of the gradients there. Use hooks of parameters,"
+        " or `context_parallel_size=1`"
+    )
 
 
 def refuse_gradients_in_steps(state: ParallelState, patches: Patches) -> None:
