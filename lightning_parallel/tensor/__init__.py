@@ -1,4 +1,4 @@
-"""Tensor parallelism: each layer is sharded over several ranks.
+"""Tensors that are parts: layers sharded over ranks, sequences split along positions, and tiles.
 
 A plan names a style for each module (`auto_plan`, `plan`), and `apply_plan` shards the modules in place. The functions
 exported here are the building blocks for other code on sharded tensors. They are collectives with a forward and a
