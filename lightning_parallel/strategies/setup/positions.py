@@ -237,8 +237,8 @@ def _blocks_of(module: nn.Module, trials: list[_SplitTrial]) -> dict[str, tuple[
     why = f" The step could not be followed: {'; '.join(sorted(errors))}." if errors else ""
     raise ValueError(
         f"Sequences of `{type(module).__name__}` cannot be split: no module computes attention over"
-        f" positions of its input (batch, positions, features).{why} The first batch needs more than one position, and"
-        " its step must call the blocks. Otherwise set `context_parallel_size=1`"
+        f" positions of its input (batch, positions, features).{why} Does the first batch have one position only? Set"
+        " `context_parallel_size=1`"
     )
 
 
