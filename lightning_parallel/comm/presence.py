@@ -595,6 +595,8 @@ _LOOK_S = 0.5
 """Seconds between two looks of a waiting rank at the other ranks."""
 _STUCK_S = 8.0
 """Seconds in one call after which a rank counts as stuck there: a slow link would not take as long."""
+_QUIET_S = 4.0
+"""Seconds without a beat after which a call that a rank has reported does not tell where the rank is."""
 _SILENCE_S = 15.0
 """Seconds without a beat after which a rank counts as gone; C code may hold Python's lock for a shorter time."""
 _READ_S = 10.0
@@ -686,11 +688,19 @@ class RollCall:
         while not _all_set(store, keys, min(_LOOK_S, end_s - time.monotonic())):
             absent = [rank for rank, key in zip(self._ranks, keys) if not store.check([key])]
             blocked = blocked_calls(absent)
+            silent_s = {rank: since((rank, "beat"), beat) for rank, beat in heartbeats(absent).items()}
+            # What a rank wrote before its network failed does not tell where it is.
+            quiet = [rank for rank, passed_s in silent_s.items() if passed_s > _QUIET_S]
             # `is_apart` is certain at once. Any other blocked rank may only be slow, so its call gets some seconds.
-            stuck = [rank for rank, call in blocked.items() if call.is_apart or since(rank, call.number) > _STUCK_S]
+            stuck = [
+                rank
+                for rank, call in blocked.items()
+                if call.is_apart or rank not in quiet and since(rank, call.number) > _STUCK_S
+            ]
             # The other absent ranks may be about to report their places: wait a little for a complete error.
             is_known = len(blocked) == len(absent) or since("stuck", bool(stuck)) > 2 * _LOOK_S
-            if stuck and is_known or time.monotonic() >= end_s:
+            is_over = time.monotonic() >= end_s
+            if stuck and is_known or is_over and not quiet:
                 blocked = blocked if stuck else {}
                 here = dict.fromkeys(self._ranks, self._name) | dict.fromkeys(absent, "")
                 raise ApartError(
@@ -698,8 +708,8 @@ class RollCall:
                     {self._rank: users_place(sys._getframe())} | _names(blocked, "place"),
                     here | _names(blocked, "key"),
                 )
-            silent = [rank for rank, beat in heartbeats(absent).items() if since((rank, "beat"), beat) > _SILENCE_S]
-            if silent or ended_processes(absent) or reported_errors(absent):
+            is_silent = any(passed_s > _SILENCE_S for passed_s in silent_s.values())
+            if is_over or is_silent or ended_processes(absent) or reported_errors(absent):
                 raise RuntimeError(describe_failure(place, self._ranks, TimeoutError("a rank does not come")))
 
 

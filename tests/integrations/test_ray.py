@@ -99,7 +99,7 @@ def test_strategies_train_in_rays_workers_and_serve_what_they_trained(cluster, t
         first, second = ([json.loads(line) for line in told] for told in lines)
         assert (tmp_path / "killed").exists()
         assert [epoch for epoch, _, _ in first] == list(range(EPOCHS)), "it went on from the last checkpoint"
-        assert [mesh for _, mesh, _ in first] == [[1, 1, 2], *[[1, 2, 1]] * (EPOCHS - 1)]
+        assert [mesh for _, mesh, _ in first] == [[1, 1, 1, 2], *[[1, 2, 1, 1]] * (EPOCHS - 1)]
         assert first == second, "what the last stage logs is on every rank"
 
     with subtests.test("Tune sees the metrics of the last stage"):
