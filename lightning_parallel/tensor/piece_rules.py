@@ -246,7 +246,7 @@ def _view(call: PieceCall) -> Any:
     piece, name = call.piece, call.name
     if name == "__getitem__" and any(isinstance(leaf, Tensor) for leaf in call.leaves[1:]):
         return _select(call)
-    if name == "__getitem__" and _is_everything(call.args[1]):
+    if name == "__getitem__" and _takes_everything(piece.shape, call.args[1]):
         # torch returns an alias here, which would read the data.
         with DisableTorchFunctionSubclass():
             return piece.view(piece.shape).keep(call.part, piece.place, True)  # type: ignore[attr-defined]
@@ -275,11 +275,14 @@ def _view(call: PieceCall) -> Any:
         return type(viewed)(view.keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
 
 
-def _is_everything(index: Any) -> bool:
-    given = index if isinstance(index, tuple) else (index,)
-    return all(
-        each is Ellipsis or (isinstance(each, slice) and each in (slice(None), slice(0, None))) for each in given
-    )
+def _takes_everything(shape: torch.Size, index: Any) -> bool:
+    given = list(index if isinstance(index, tuple) else (index,))
+    if not all(each is Ellipsis or isinstance(each, slice) for each in given):
+        return False
+    left = len(shape) - sum(each is not Ellipsis for each in given)
+    at = next((at for at, each in enumerate(given) if each is Ellipsis), len(given))
+    slices = [*given[:at], *[slice(None)] * left, *given[at + 1 :]]
+    return all(each.indices(size) == (0, size, 1) for each, size in zip(slices, shape))
 
 
 def _index_at_place(call: PieceCall) -> tuple[int | slice, tuple[Any, ...]] | None:
@@ -328,7 +331,11 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
         return piece_with(part, place, family).whole()[rest]
     with DisableTorchFunctionSubclass():
         view = piece.narrow(place, start, stop - start).keep(part, place, True, family)  # type: ignore[attr-defined]
-    return view if _is_everything(rest) else computed_on_parts(Tensor.__getitem__, "__getitem__", (view, rest), {})
+    return (
+        view
+        if _takes_everything(view.shape, rest)
+        else computed_on_parts(Tensor.__getitem__, "__getitem__", (view, rest), {})
+    )
 
 
 def _select(call: PieceCall) -> Piece | None:

@@ -61,6 +61,7 @@ FUNCTIONS = {
     "shift left": lambda x, w: (x[:, :-1] @ w)[:, 1:],
     "an empty range": lambda x, w: (x[:, 5:5] @ w).sum() + x,
     "narrow by keywords": lambda x, w: x.narrow(1, 1, length=3) @ w,
+    "a slice up to more than the size": lambda x, w: (x[..., : 2 * E] @ w)[:, :, -E:, None][-B:, 0:99].sum(-1),
     "shift by narrow": lambda x, w: (x.narrow(1, 2, 4) @ w).transpose(1, 2),
     "first position": lambda x, w: (x[:, 0] @ w).tanh(),
     "last position": lambda x, w: x[:, -1, :] @ w,
