@@ -77,6 +77,9 @@ TILED = {
         flat(torch.cat([z[:, :2], z[:, 5:]], 1)), torch.cat([Y[:, :2], Y[:, 5:]], 1).view(-1)
     ),
     "two losses": lambda z: F.cross_entropy(flat(z), Y.view(-1)) + 2 * selected(z),
+    # The parameters of the head get no gradient from these.
+    "detached": lambda z: selected(z.detach()) + of_each(z.detach()) + F.cross_entropy(flat(z), Y.view(-1)),
+    "no gradient": lambda z: F.cross_entropy(flat(z.detach()), Y.view(-1)),
 }
 
 
@@ -90,6 +93,16 @@ def changed(z):
 def hooked(z):
     z.register_hook(lambda gradient: 2 * gradient)
     return F.cross_entropy(flat(z), Y.view(-1))
+
+
+def with_own_gradient(z):
+    leaf = flat(z).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(F.cross_entropy(leaf, Y.view(-1)), leaf)
+    return (flat(z) * gradient).sum()
+
+
+def joined_with_detached(z):
+    return F.cross_entropy(flat(torch.cat([z[:, :2].detach(), z[:, 2:]], 1)), Y.view(-1))
 
 
 class Squared(torch.autograd.Function):
@@ -106,6 +119,8 @@ class Squared(torch.autograd.Function):
 WHOLE = {
     "changed in place": changed,
     "hook": hooked,
+    "gradient of logits": with_own_gradient,
+    "joined with detached": joined_with_detached,
     "another function": lambda z: F.cross_entropy(flat(z), Y.view(-1)) + z.logsumexp(-1).square().mean(),
     "custom function": lambda z: Squared.apply(z.float().double()),
     "masked": lambda z: F.cross_entropy(flat(z.masked_fill(WEIGHT > 0.9, -9.0)), Y.view(-1)),
@@ -199,3 +214,36 @@ def test_hooks_must_come_before_the_loss():
     TILED["mean"](logits)
     with pytest.raises(RuntimeError, match="must come before the loss with tiled='auto'"):
         logits.retain_grad()
+
+
+def test_the_input_must_not_change_before_the_loss():
+    first, head = layers(True)
+    vars(head)[CALLS] = AroundCalls(head, TiledHead(head))
+    hidden = first(torch.randn(SAMPLES, LENGTH, FEATURES, dtype=torch.float64))
+    logits = head(hidden)
+    hidden += 1
+    with pytest.raises(RuntimeError, match="must not change in place before its output is read"):
+        TILED["mean"](logits)
+
+
+@pytest.mark.parametrize("name", ["mean", "none", "log_softmax"])
+def test_autocast_applies_to_the_head_only_if_it_began_before(name):
+    found = []
+    for of_head, of_loss in ((False, True), (True, False)):
+        for tiled in (False, True):
+            first, head = (layer.float() for layer in layers(True))
+            if tiled:
+                vars(head)[CALLS] = AroundCalls(head, TiledHead(head))
+            x = torch.randn(SAMPLES, LENGTH, FEATURES, generator=torch.Generator().manual_seed(2))
+            with small_tiles():
+                with torch.autocast("cpu", torch.bfloat16, enabled=of_head):
+                    logits = head(first(x))
+                    logits = F.log_softmax(logits, -1) if name == "log_softmax" else logits
+                with torch.autocast("cpu", torch.bfloat16, enabled=of_loss):
+                    loss = F.nll_loss(flat(logits), Y.view(-1)) if name == "log_softmax" else TILED[name](logits)
+                found.append((loss, torch.autograd.grad(loss, head.weight)[0], of_head))
+    for (loss, gradient, is_rounded), (tiled_loss, tiled_gradient, _) in zip(found[::2], found[1::2]):
+        assert loss.dtype == tiled_loss.dtype
+        tolerance = 1e-2 if is_rounded else 1e-5
+        torch.testing.assert_close(tiled_loss, loss, rtol=tolerance if loss.dtype != torch.float32 else 1e-5, atol=1e-6)
+        torch.testing.assert_close(tiled_gradient, gradient, rtol=tolerance, atol=tolerance / 100)
