@@ -11,6 +11,7 @@ Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,38 @@ from lightning_parallel.compat.torch import assert_on_device, has_data
 from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["cross_entropy", "nll_loss"]
+__all__ = ["class_loss_arguments", "cross_entropy", "nll_loss"]
+
+
+def class_loss_arguments(
+    shape: Sequence[int], place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return the arguments of `F.cross_entropy` or `F.nll_loss` by name, `reduction` always among them.
+
+    It returns None for soft targets, outdated arguments, and arguments that do not fit: torch's function knows them.
+
+    Args:
+        shape: The sizes of the logits.
+        place: The dimension of the classes as the caller sees it.
+        args: The arguments after the logits.
+        kwargs: Keyword arguments.
+    """
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {"reduction": "mean"} | dict(zip(names, args)) | dict(kwargs)
+    target, weight = given.get("target"), given.get("weight")
+    outdated = (given.pop("size_average", None), given.pop("reduce", None))
+    is_known = (
+        place == min(1, len(shape) - 1)
+        and isinstance(target, Tensor)
+        and target.dtype == torch.long
+        and [*target.shape] == [size for at, size in enumerate(shape) if at != place]
+        and (weight is None or (not weight.requires_grad and [*weight.shape] == [shape[place]]))
+        and outdated == (None, None)
+        and given["reduction"] in ("mean", "sum", "none")
+        and 0.0 <= given.get("label_smoothing", 0.0) <= 1.0
+        and given.keys() <= {*names}
+    )
+    return given if is_known else None
 
 
 def cross_entropy(

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm.kept import kept
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, EnableTorchFunction, pytree
-from lightning_parallel.tensor.loss import cross_entropy, nll_loss
-from lightning_parallel.tensor.pieces import Family, Piece, meta_of, piece_with
+from lightning_parallel.tensor.later_data import meta_of, places_after_view
+from lightning_parallel.tensor.loss import class_loss_arguments, cross_entropy, nll_loss
+from lightning_parallel.tensor.pieces import Family, Piece, piece_with
 from lightning_parallel.tensor.sharding import Shard
-from lightning_parallel.tensor.tiled_logits import TiledLogits, best_in_tiles, run_on_logits, tiled_losses
+from lightning_parallel.tensor.tiled_logits import TiledLogits, best_in_tiles, losses_in_tiles, run_on_logits
 
 __all__ = ["DROPOUTS", "RULES", "PieceCall", "computed_on_parts"]
 
 _PLAIN_PARTS = (Tensor, nn.Parameter)
 _MOST_NODES = 64
-_STRIDE = 1_000_003  # marks the sharded dimension, to find it again after a view
 
 
 @dataclass
@@ -257,15 +257,8 @@ def _view(call: PieceCall) -> Any:
     is_cut = name in ("narrow", "select") and call.argument("dim", 1) % piece.dim() == piece.place
     if is_cut or (name == "squeeze" and min(piece.family.extents) < 2):
         return None
-    # Run the view on a tensor without data, where only the sharded dimension has a stride, to see where it ends up.
-    strides = [_STRIDE if at == piece.place else 0 for at in range(piece.dim())]
-    marked = call.func(torch.empty_strided(piece.shape, strides, device="meta"), *call.args[1:], **call.kwargs)
-    full = piece.shape[piece.place]
-    places = [
-        next((at for at, stride in enumerate(each.stride()) if stride == _STRIDE and each.shape[at] == full), -1)
-        for each in ([marked] if isinstance(marked, Tensor) else marked)
-    ]
-    if -1 in places:
+    places = places_after_view(call.func, piece.shape, piece.place, *call.args[1:], **call.kwargs)
+    if places is None:
         return None
     own = call.on_part()
     with DisableTorchFunctionSubclass():
@@ -502,33 +495,17 @@ def _pick(call: PieceCall) -> Any:
 
 
 def _loss(call: PieceCall) -> Tensor | None:
-    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = dict(zip(names, call.args[1:])) | call.kwargs
-    target, weight, piece = given.pop("target", None), given.get("weight"), call.piece
-    outdated = (given.pop("size_average", None), given.pop("reduce", None))
-    rest = [size for at, size in enumerate(piece.shape) if at != piece.place]
-    if (
-        piece.place != min(1, piece.dim() - 1)
-        or piece.family.is_rounded
-        or piece.family.packing is not None
-        or not isinstance(target, Tensor)
-        or target.dtype != torch.long
-        or list(target.shape) != rest
-        or (weight is not None and (weight.requires_grad or list(weight.shape) != [piece.shape[piece.place]]))
-        or outdated != (None, None)
-        or given.get("reduction", "mean") not in ("mean", "sum", "none")
-        or not 0.0 <= given.get("label_smoothing", 0.0) <= 1.0
-    ):
+    piece, part = call.piece, call.part
+    given = class_loss_arguments(piece.shape, piece.place, call.args[1:], call.kwargs)
+    if given is None or piece.family.is_rounded or piece.family.packing is not None:
         return None
     loss = cross_entropy if call.name == "cross_entropy" else nll_loss
-    rule, group, part = Shard.of_sizes(piece.family.extents), piece.family.group, call.part
+    rule, group = Shard.of_sizes(piece.family.extents), piece.family.group
     if isinstance(part, TiledLogits):
-        reduction = given.pop("reduction", "mean")
-        found = tiled_losses(part, target, partial(loss, rule=rule, group=group, **given), given, reduction)
+        found = losses_in_tiles(part, partial(loss, rule=rule, group=group), **given)
         if found is not None:
             return found
-        given["reduction"] = reduction
-    return loss(part, target, rule, group, dim=piece.place, **given)
+    return loss(part, rule=rule, group=group, dim=piece.place, **given)
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}

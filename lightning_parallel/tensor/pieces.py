@@ -17,13 +17,11 @@ Legend: n extent of the sharded dimension, n_r its extent on rank r.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +43,14 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
+from lightning_parallel.tensor.later_data import (
+    ASKS_FOR_GRADIENT,
+    DATA_OF,
+    NEEDS_ADDRESS,
+    LaterData,
+    place_after_reshape,
+    views_later,
+)
 from lightning_parallel.tensor.linear import SequenceLengths
 from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel.tensor.tiled_logits import TiledLogits
@@ -82,17 +88,10 @@ _UNREAD = {
     *(_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default),
     *(_aten.view_as_complex.default, _aten.view_as_real.default),
 }
-# These functions read the address of the data in C++, or copy the Python object.
-_NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
-_NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_"}
-_NEEDS_ADDRESS |= {"apply_", "map_", "map2_"}
-# These functions ask for the gradient of the full tensor.
-_GRADIENT = {"retain_grad", "register_hook"}
 # These functions make a tensor with other values.
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
 _FACTORIES |= {"full_like"}
 _PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
-_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -180,10 +179,8 @@ class Family:
 
     def after_reshape(self, shape: torch.Size, place: int, new: torch.Size) -> tuple[int, Family] | None:
         """Return where the sharded dimension of a tensor lies after a reshape; None if it is no dimension any more."""
-        full, before = shape[place], math.prod(shape[:place])
-        # It stays one dimension if as many elements lie before it as before.
-        places = [at for at, size in enumerate(new) if size == full and math.prod(new[:at]) == before]
-        return (places[0], self) if full > 1 and len(places) == 1 else None
+        found = place_after_reshape(shape, place, new)
+        return None if found is None else (found, self)
 
     def narrowed(self, start: int, length: int) -> tuple[list[tuple[int, int]], Family] | None:
         """Return the offsets and lengths of this rank's elements in a range of the full tensor, and the range's facts.
@@ -220,7 +217,7 @@ class Family:
         return self.packing.along(dim).merge(full.split(self.extents, dim))
 
 
-class _Data:
+class _Data(LaterData):
     """The data of a full tensor, made at the first read.
 
     Args:
@@ -237,8 +234,7 @@ class _Data:
         home: Tensor | None = None,
         cut: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._make: Callable[[], Tensor] | None = make
-        self.made: Tensor | None = None
+        super().__init__(make)
         self.home = home
         self._cut = cut
         # The home of the base may change later, and then the view is made again.
@@ -259,11 +255,7 @@ class _Data:
 
     def get(self) -> Tensor:
         if not self.has_home:
-            if self.made is None:
-                self.made = self._new()
-                # The function refers to the part, and would keep its memory.
-                self._make = None
-            return self.made
+            return super().get()
         seen = self._base.get() if self._base is not None else _changes_of(self.memory)
         if self.made is None or (seen is not self._seen and (self._base is not None or seen != self._seen)):
             self.made = self._new()
@@ -273,11 +265,6 @@ class _Data:
     def take(self, made: Tensor) -> None:
         """Use data that were made already."""
         self.made, self._seen = made, _changes_of(self.memory)
-
-    def _new(self) -> Tensor:
-        assert self._make is not None
-        with torch.no_grad():
-            return self._make()
 
     def write_home(self) -> None:
         """Write changed data into the memory from which they came."""
@@ -463,17 +450,17 @@ class Piece(Tensor):
             # Lightning compares all pairs of parameters so.
             return args[0] is args[1] or (args[0].shape == args[1].shape and bool((args[0] == args[1]).all()))
         with DisableTorchFunctionSubclass():
-            is_data = name == "__get__" and func == _DATA
+            is_data = name == "__get__" and func == DATA_OF
             if (is_data or name == "detach") and args[0].home is not None:
                 return piece_with(args[0].home, args[0].place, args[0].family, home=args[0].home)
             if is_data and args[0]._data.has_home:
                 return args[0].detach()
-            if is_data or name in _NEEDS_ADDRESS:
+            if is_data or name in NEEDS_ADDRESS:
                 found = func(*without_pieces(args), **kwargs)
                 if isinstance(found, np.ndarray) and args[0]._data.has_home:
                     found.flags.writeable = False  # a change would not reach the part
                 return found
-            if name in _GRADIENT:
+            if name in ASKS_FOR_GRADIENT:
                 _watch(args[0])
             elif name.endswith("_like") and name in _FACTORIES and args[0].home is not None:
                 # Such as the state of an optimizer, which follows its parameter.
@@ -547,20 +534,11 @@ def _empty(
 
 def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
     """Return the result of a view of the data, or a list of results, computed at the first read."""
-    metas = func(meta_of(piece), *rest, **kwargs)
-    data = piece._data
 
-    def view(meta: Tensor, choose: Callable[[Any], Tensor]) -> Piece:
-        made = _Data(lambda: choose(func(data.get(), *rest, **kwargs)), data)
-        return _empty(meta.shape, meta.stride(), piece, made, piece.family, meta.dtype)
+    def view(meta: Tensor, make: Callable[[], Tensor]) -> Piece:
+        return _empty(meta.shape, meta.stride(), piece, _Data(make, piece._data), piece.family, meta.dtype)
 
-    if isinstance(metas, Tensor):
-        return view(metas, lambda result: result)
-    return [view(meta, itemgetter(at)) for at, meta in enumerate(metas)]
-
-
-def meta_of(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return views_later(func, piece, piece._data, rest, kwargs, view)
 
 
 def piece_with(part: Tensor, place: int, family: Family, is_alias: bool = False, home: Tensor | None = None) -> Piece:

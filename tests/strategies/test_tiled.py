@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.tensor import tiled_logits, tiled_modules
+from lightning_parallel.tensor import tiled_loss, tiled_modules
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 from tests.tensor.test_tiled_logits import small_tiles
@@ -123,8 +123,8 @@ def counted_tiles():
 def counted_losses():
     """Note the number of tiles of each loss."""
     found = []
-    tell = tiled_logits._tell_of_tiles
-    with patched(tiled_logits, "_tell_of_tiles", lambda flat, tiling: (found.append(tiling.count), tell(flat, tiling))):
+    tell = tiled_loss._tell_of_tiles
+    with patched(tiled_loss, "_tell_of_tiles", lambda flat, tiling: (found.append(tiling.count), tell(flat, tiling))):
         yield found
         assert all(count > 1 for count in found)
 
