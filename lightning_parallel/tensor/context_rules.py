@@ -277,6 +277,22 @@ def _repeated(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
     return _as_piece(func(own[0], *args[1:], **kwargs), own[1], own[2])
 
 
+def _picked(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Pick elements by index along a dimension that is not split, such as the log-probabilities of labels."""
+    names = ("input", "dim", "index") if name == "gather" else ("input", "indices", "dim")
+    given = dict(zip(names, args)) | kwargs
+    own = _part_and_place(given.get("input"))
+    if own is None or given.keys() != {*names} or given["dim"] is None:
+        return _on_full(func, args, kwargs)
+    part, place, family = own
+    dim, index = given["dim"] % part.dim() - part.dim(), given["index" if name == "gather" else "indices"]
+    if dim == place or index.dim() != part.dim() or index.shape[place] != family.extent:
+        return _on_full(func, args, kwargs)
+    own_index = _along(index, place, family)
+    found = part.gather(dim, own_index) if name == "gather" else part.take_along_dim(own_index, dim)
+    return _as_piece(found, place, family)
+
+
 _OF_HEADS = (
     *("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
     *("add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask"),
@@ -348,5 +364,6 @@ POSITION_RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("expand", "expand_as"), _expanded),
     **dict.fromkeys(("type_as", "view_as", "reshape_as"), _like),
     "repeat_interleave": _repeated,
+    **dict.fromkeys(("gather", "take_along_dim"), _picked),
 }
 Positions.rules = POSITION_RULES

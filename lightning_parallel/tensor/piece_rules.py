@@ -255,7 +255,7 @@ def _view(call: PieceCall) -> Any:
         return _narrowed(call, *index)
     # Such functions would do something else, or nothing, with the extent of the part.
     is_cut = name in ("narrow", "select") and call.argument("dim", 1) % piece.dim() == piece.place
-    if is_cut or (name == "squeeze" and min(piece.family.extents) < 2):
+    if is_cut or (name == "squeeze" and min(piece.family.extents) < 2 and piece.place in call.dims(1)):
         return None
     places = places_after_view(call.func, piece.shape, piece.place, *call.args[1:], **call.kwargs)
     if places is None:

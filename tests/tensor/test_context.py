@@ -100,6 +100,11 @@ FUNCTIONS = {
     "cumulative sum": lambda x, w: x.cumsum(1) @ w,
     "convolution": lambda x, w: F.conv1d(x.transpose(1, 2), w[:, :, None], padding=1).transpose(1, 2),
     "windows": lambda x, w: F.pad(x @ w, (0, 0, 0, x.shape[1] % 2)).view(B, -1, 2, E).mean(2),
+    "log-probabilities of labels": lambda x, w: torch.gather(
+        (x @ w).log_softmax(-1), 2, index=_labels(x).unsqueeze(-1)
+    ).squeeze(-1),
+    "take along the features": lambda x, w: (x @ w).take_along_dim(_labels(x)[:, :, None] % 2, dim=-1).mul(x),
+    "take along positions": lambda x, w: (x @ w).gather(1, _labels(x)[:, :, None] * 0),
     "cross entropy": lambda x, w: F.cross_entropy((x @ w).view(-1, E), _labels(x).view(-1), ignore_index=2),
     "shifted cross entropy": lambda x, w: F.cross_entropy(
         (x @ w)[:, :-1].reshape(-1, E), _labels(x)[:, 1:].reshape(-1), weight=w[0].abs().detach(), label_smoothing=0.1
@@ -121,7 +126,15 @@ FUNCTIONS = {
     "in place in a view": lambda x, w: _added_in_view(x @ w),
 }
 # These gather positions: one, those of keys or values, or those of all of the tensor.
-GATHERING = {"an empty range", "first position", "last position", "eager attention", "einsum", "scores by keyword"}
+GATHERING = {
+    "an empty range",
+    "first position",
+    "last position",
+    "eager attention",
+    "einsum",
+    "scores by keyword",
+    "take along positions",
+}
 GATHERING |= {"heads in a module", "heads in a module, positions first", "softmax over positions"}
 GATHERING |= {"cumulative sum", "convolution", "windows", "diagonal by einsum", "complex sum over positions"}
 GATHERING |= {"in place in a view", "complex rotation in place"}
