@@ -6,6 +6,7 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` names 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import operator
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # -- used by pipeline: imports -----
@@ -165,12 +167,11 @@ __all__ = [
     "storage_address",
     "swap_tensor_impl",
     "to_copy",
-    "cast_operator",
-    "log_softmax_operator",
     "unsafe_view",
     "version_of",
     "workers_of",
     "versions_of",
+    "with_lost_weight",
     "with_versions",
 ]
 
@@ -504,9 +505,21 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
-# The operators of casts and of `log_softmax`, below autograd.
-cast_operator = torch.ops.aten._to_copy.default
-log_softmax_operator = torch.ops.aten._log_softmax.default
+
+def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a function with those that torch does not pass on to classes of tensors.
+
+    `F.l1_loss` loses its `weight` (torch 2.6 to 2.13), which only the frame of the call still has.
+    """
+    if func is not F.l1_loss or "weight" in kwargs:
+        return kwargs
+    frame = inspect.currentframe()
+    while frame is not None:
+        weight = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+        if weight is not None:
+            return {**kwargs, "weight": weight}
+        frame = frame.f_back
+    return kwargs
 
 
 # The dispatcher's operator for `tensor.to(...)`; no operator without the underscore converts a dtype.

@@ -41,6 +41,7 @@ from lightning_parallel.compat.torch import (
     pytree,
     schema_of,
     version_of,
+    with_lost_weight,
 )
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, scatter_to_group
 from lightning_parallel.tensor.later_data import (
@@ -442,7 +443,7 @@ class Piece(Tensor):
         for kind in types:
             if issubclass(kind, StandIn) or gathers_first(kind):
                 return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__iter__":
             return iter(args[0].unbind())

@@ -38,6 +38,7 @@ from lightning_parallel.compat.torch import (
     schema_of,
     unsafe_view,
     version_of,
+    with_lost_weight,
 )
 from lightning_parallel.tensor.later_data import (
     ASKS_FOR_GRADIENT,
@@ -119,7 +120,7 @@ class TiledLogits(Tensor):
     ) -> Any:
         if not all(kind in (TiledLogits, Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # absent parameters are gathered first, and pieces know of other ranks
-        kwargs = kwargs or {}
+        kwargs = with_lost_weight(func, kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "__iter__":
             return iter(args[0].unbind())

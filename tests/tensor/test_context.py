@@ -122,6 +122,9 @@ FUNCTIONS = {
     "squared error with weights": lambda x, w: F.mse_loss(
         x @ w, x.detach().cos(), weight=_ramp(x, B)[..., None].expand(B, -1, E)
     ),
+    "absolute error with weights": lambda x, w: F.l1_loss(
+        x @ w, x.detach().cos(), weight=_ramp(x, B)[..., None].expand(B, -1, E)
+    ),
     "in place": lambda x, w: (x @ w).mul_(2).add_(x),
     "in place in a view": lambda x, w: _added_in_view(x @ w),
 }
