@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
 import json
 import logging
 import os
@@ -22,11 +20,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from memory import CLASSES, GPT, STEPS, WARMUP, Block, Watch, show
+from memory import GPT, WARMUP, Block, Watch, fit, show
 from results import record
 from sleeping import LiveBytes
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torch_ring import TorchRing
 
 from lightning_parallel import ContextParallelStrategy, comm
@@ -90,21 +87,8 @@ def train(
 ) -> None:
     """Train a few steps."""
     torch.manual_seed(0)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size(),
-        strategy=strategy,
-        max_steps=WARMUP + STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[watch],
-    )
-    tokens = torch.randint(CLASSES, ((WARMUP + STEPS) * given.batch, given.length))
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer.fit(make(given), DataLoader(tokens, given.batch))
+    devices = 1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size()
+    fit(make(given), strategy, given, watch, devices, given.batch, use_distributed_sampler=False)
 
 
 def on_ranks(work: Callable[[argparse.Namespace], Any], ranks: int, given: argparse.Namespace) -> Any:

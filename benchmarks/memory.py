@@ -253,20 +253,35 @@ def train(side: Side, given: argparse.Namespace, rank: int, watch: Watch) -> Non
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS))
     torch.manual_seed(0)
     module = Project(given, side.by_hand)
+    strategy = side.strategy(sum(parameter.numel() for parameter in module.model.blocks[0].parameters()))
+    fit(module, strategy, given, watch, RANKS, given.batch // RANKS)
+
+
+def fit(
+    module: LightningModule,
+    strategy: Strategy,
+    given: argparse.Namespace,
+    watch: Callback,
+    devices: int,
+    batch: int,
+    **options: Any,
+) -> None:
+    """Train a module a few steps on random tokens, with batches of `batch` samples on each rank."""
     trainer = Trainer(
         accelerator="cpu",
-        devices=RANKS,
-        strategy=side.strategy(sum(parameter.numel() for parameter in module.model.blocks[0].parameters())),
+        devices=devices,
+        strategy=strategy,
         max_steps=WARMUP + STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[watch],
+        **options,
     )
     tokens = torch.randint(CLASSES, ((WARMUP + STEPS) * given.batch, given.length))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        trainer.fit(module, DataLoader(tokens, given.batch // RANKS))
+        trainer.fit(module, DataLoader(tokens, batch))
 
 
 def peers(rank: int, given: argparse.Namespace, folder: str) -> None:

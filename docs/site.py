@@ -266,7 +266,7 @@ def _blocks(left: int, top: int, owners: Iterable[int]) -> Iterator[str]:
 
 
 def draw_positions() -> str:
-    """Draw who computes which causal scores, for consecutive positions and for a chunk from head and tail each."""
+    """Draw the causal scores of each rank: with consecutive positions, and with one chunk from head and tail."""
     colours, chunks = [*COLOURS.values()], 2 * RANKS
     parts = [_head(640, chunks * SIDE + 110, "positions")]
     for left, heading, rule in (

@@ -8,7 +8,8 @@
 
 R ranks. Turns of a ring travel while attention computes, so only the longer part of a turn counts, and the merge of
 its results. `gather` keeps the keys and values of all positions until backward. `ulysses` repeats key and value heads
-if there are fewer than ranks. All other work and memory of a rank are those of its share of the positions.
+if there are fewer than ranks. All other work and memory of a rank is proportional to its
+number of positions.
 """
 
 from __future__ import annotations

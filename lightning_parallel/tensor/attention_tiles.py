@@ -5,11 +5,11 @@ The result of some columns comes with the statistics of its rows. Two results of
     top = max(top_1, top_2)    w_i = total_i exp(top_i - top)    out = (w_1 out_1 + w_2 out_2) / (w_1 + w_2)
 
 `top` is the largest score of a row, and `total` the sum of exp(score - top). A kernel that only gives the logarithm of
-the sum of exponentials has this as `top`, and a total of 1. The two are not added up: a mask may add the most negative
-number to all scores of a row, beside which the logarithm of the total would be lost.
+the sum of exponentials has this as `top`, and a total of 1. `top` and the logarithm of `total` are kept apart: a mask
+may add the most negative number to all scores of a row, and the sum would then lose the logarithm.
 
 Legend for shapes: B batch, H query heads, H_kv heads of keys and values, l rows and s columns of a tile, E features of
-queries and keys, E_v of values.
+queries and keys, E_v features of values.
 
 Source: https://arxiv.org/abs/1805.02867; backward by tiles: https://arxiv.org/abs/2205.14135, appendix B
 """
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MAX_SCORES = 1 << 26
-"""Number of scores that exist at once without a fused kernel; more rows are computed one after another."""
+"""Most scores that exist at once without a fused kernel."""
 
 
 class Tile(NamedTuple):
@@ -65,19 +65,19 @@ class Tile(NamedTuple):
 
     @property
     def scores(self) -> float:
-        """Number of scores that count, half of the square of a diagonal."""
+        """Number of scores that a row attends to: about half of the square of a diagonal."""
         rows, columns = (stop - start for start, stop in (self.rows, self.columns))
         return (rows * (rows + 1) / 2) if self.kind == "diagonal" else float(rows * columns)
 
 
 def full_tiles(own: Sequence[Range], block: Sequence[Range]) -> list[Tile]:
-    """Return the scores of all rows and columns, which a rank holds in these ranges of positions: one tile or none."""
+    """Return one tile of all rows and columns of these ranges of positions, or none if there are no scores."""
     rows, columns = (sum(stop - start for start, stop in ranges) for ranges in (own, block))
     return [Tile((0, rows), (0, columns), "full")] if rows and columns else []
 
 
 def causal_tiles(own: Sequence[Range], block: Sequence[Range]) -> list[Tile]:
-    """Cut the scores of a causal order into full tiles and squares on the diagonal: the kernels know these only.
+    """Cut the scores of a causal order into full tiles and squares on the diagonal, the only kinds of the kernels.
 
     Args:
         own: Positions of the rows.
@@ -87,7 +87,7 @@ def causal_tiles(own: Sequence[Range], block: Sequence[Range]) -> list[Tile]:
         The tiles that are not empty, few and large.
     """
     if own == block and list(own) == sorted(own):
-        # Each row comes at the place of its own column, after the columns before it.
+        # The rows and columns lie in the same ascending order.
         return [tile._replace(kind="diagonal") for tile in full_tiles(own, block)]
     found = [
         Tile(places_of(own, tile.rows), places_of(block, tile.columns), tile.kind)
@@ -114,7 +114,7 @@ def _causal_tiles(rows: Range, columns: Range) -> Iterator[Tile]:
 
 
 def places_of(ranges: Sequence[Range], positions: Range) -> Range:
-    """Return where a shard of these ranges holds consecutive positions."""
+    """Return the places of consecutive positions in a shard of these ranges."""
     at = 0
     for start, stop in ranges:
         if start <= positions[0] < stop:
@@ -146,7 +146,7 @@ class Partial(NamedTuple):
 
     Attributes:
         out: (B, H, l, E_v), in high precision; zero for a row without columns.
-        top, total: (B, H, l), see above; -inf and 0 for a row without columns.
+        top, total: (B, H, l), see the module; -inf and 0 for a row without columns.
     """
 
     out: Tensor
@@ -173,7 +173,7 @@ class Partial(NamedTuple):
         total.copy_(both)
 
     def log_sum(self) -> Tensor:
-        """Return log(sum(exp(scores))) of each row; inf for a row without columns, all of whose weights become 0."""
+        """Return log(sum(exp(scores))) of each row; inf for a row without columns, so that its weights become 0."""
         return torch.where(self.total > 0, self.top + self.total.log(), torch.inf)
 
 
@@ -204,7 +204,7 @@ def tile_attention(q: Tensor, k: Tensor, v: Tensor, kind: str, mask: Tensor | No
     """
     k, v = (_for_heads(x, q.shape[1]) for x in (k, v))
     is_diagonal = kind == "diagonal"
-    if mask is None and q.device.type == "cpu" and _has_cpu_kernel(q, v):
+    if mask is None and _has_cpu_kernel(q, v):
         out, log_sum = CPU_FLASH_ATTENTION(q, k, v, 0.0, is_diagonal, scale=scale)
     elif mask is None and _has_cuda_kernel(q, k, v, is_diagonal):
         out, log_sum = CUDA_FLASH_ATTENTION(q, k, v, 0.0, is_diagonal, scale=scale)[:2]
@@ -240,10 +240,10 @@ def tile_gradients(
     kv_heads = k.shape[1]
     k, v = (_for_heads(x, q.shape[1]) for x in (k, v))
     is_diagonal = kind == "diagonal"
-    on_cpu = mask is None and q.device.type == "cpu" and _has_cpu_kernel(q, v)
+    on_cpu = mask is None and _has_cpu_kernel(q, v)
     found: Gradients
     if on_cpu or (mask is None and _has_cuda_kernel(q, k, v, is_diagonal)):
-        # The kernel computes the weights again from the scores, and needs no more than the sums over all columns.
+        # The kernel computes the weights again, from the scores and from the sums over all columns.
         log_sum = whole.log_sum()
         if on_cpu:
             grads = CPU_FLASH_ATTENTION_BACKWARD(grad, q, k, v, whole.out, log_sum, 0.0, is_diagonal, scale=scale)
@@ -264,7 +264,7 @@ def tile_gradients(
 
 
 def _has_cpu_kernel(q: Tensor, v: Tensor) -> bool:
-    return q.shape[-1] == v.shape[-1] and q.is_floating_point()
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _has_cuda_kernel(q: Tensor, k: Tensor, v: Tensor, is_diagonal: bool) -> bool:

@@ -373,7 +373,7 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_n
     # A padding mask makes nested tensors in evaluation.
     if hidden is None or hidden.is_nested or hidden.dim() != _DIMENSIONS:
         return arguments
-    # Pieces of the tensor axis, such as those of a head that embeds, are made full first.
+    # `split` gathers pieces of the tensor axis first, such as the output of a sharded embedding.
     if isinstance(hidden, Piece) and isinstance(hidden.family, Positions):
         return arguments
     split.block = block

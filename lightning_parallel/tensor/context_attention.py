@@ -1,11 +1,11 @@
 """Attention of a sequence whose positions are sharded over the ranks of a group (context parallelism).
 
-`attend` computes what `F.scaled_dot_product_attention` computes of the full tensors: the rows of this rank. It has
-three methods, see `tensor.context_methods`. Gradients are partial along the group: the ranks differentiate the same
-loss, or parts of it, and each tensor that is sharded gets the sum of what all ranks did with it.
+`attend` computes this rank's rows of `F.scaled_dot_product_attention`. It has three methods, see
+`tensor.context_methods`. Gradients are partial along the group: the ranks differentiate the same loss, or parts of it.
+A sharded tensor gets the sum of its gradients from all ranks.
 
-Legend for shapes: B batch, H query heads, H_kv heads of keys and values, L queries, S keys, L_r and S_r those of this
-rank, E features of a head, E_v features of a value.
+Legend for shapes: B batch, H query heads, H_kv heads of keys and values, L queries, S keys, L_r queries of this rank,
+S_r keys of this rank, E features of a head, E_v features of a value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,28 +27,12 @@ from lightning_parallel.comm import Group
 from lightning_parallel.comm.kept import kept
 from lightning_parallel.compat.torch import version_of
 from lightning_parallel.tensor.autograd import all_gather_to_group
-from lightning_parallel.tensor.context_methods import (
-    AttentionShape,
-    Method,
-    attention_bytes_sent,
-    balanced_rows,
-    choose_method,
-    head_rules,
-    ulysses_reason,
-)
+from lightning_parallel.tensor.context_methods import Method, head_rules, ulysses_reason
 from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.ring_attention import Turns, causal_turns, masked_turns, ring_attention
 from lightning_parallel.tensor.sharding import Range, Shard
 
-__all__ = [
-    "AttentionShape",
-    "Method",
-    "attend",
-    "balanced_rows",
-    "attention_bytes_sent",
-    "choose_method",
-    "ulysses_reason",
-]
+__all__ = ["attend"]
 
 
 def attend(
@@ -81,7 +66,7 @@ def attend(
         is_causal: Whether row i attends to columns 0 to i only, as in torch.
         scale: Factor of the scores; 1 / sqrt(E) by default.
         dropout: Share of the weights that are dropped. Only `gather` drops weights. Each rank draws its own numbers,
-            so other weights are dropped than in one process.
+            so it drops other weights than one process.
         enable_gqa: Whether several query heads may share a key and value head.
         method: `ulysses`, `ring` or `gather`.
 
@@ -98,7 +83,7 @@ def attend(
     q, k, v, mask = _four_dims(q, k, v, mask)
     work = _Work(rows.along(-2), columns.along(-2), group, mask, is_causal, scale, dropout)
     if method == "ring":
-        turns = causal_turns(rows.ranges, columns.ranges, is_causal) if mask is None else _turns_of(given, work)
+        turns = causal_turns(rows.ranges, columns.ranges, is_causal) if given is None else _turns_of(given, work)
         result = ring_attention(q, k, v, mask, scale, turns, group)
     else:
         result = (_ulysses if method == "ulysses" else _gather)(q, k, v, work)
@@ -106,7 +91,7 @@ def attend(
 
 
 class _Work(NamedTuple):
-    """What the ranks compute together; see `attend`."""
+    """The arguments of an attention that all ranks share; see `attend`."""
 
     rows: Shard
     columns: Shard
@@ -133,7 +118,7 @@ def _check(
     enable_gqa: bool,
     method: str,
 ) -> None:
-    """Refuse what cannot be computed, before the first collective."""
+    """Refuse an attention that the method cannot compute, before the first collective."""
     if method not in ("ulysses", "ring", "gather"):
         raise ValueError(f"`method` must be `ulysses`, `ring` or `gather`; got {method!r}")
     if dropout > 0 and method != "gather":
@@ -173,7 +158,7 @@ def _check(
 
 
 def _as_autocast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Cast as autocast would inside torch's attention, so that the messages are in low precision."""
+    """Cast like autocast in torch's attention, so that the messages are in low precision."""
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -186,36 +171,35 @@ def _four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Te
     """Return the tensors with one batch dimension."""
     batch = q.shape[:-3]
     k, v = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (k, v))
-    if len(batch) != 1:
-        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     if mask is not None:
-        mask = mask[(None,) * max(0, 4 - mask.dim())]
-        if mask.dim() > 4:
-            is_shared = all(size == 1 for size in mask.shape[:-3])
-            mask = mask.expand(*((1,) * len(batch) if is_shared else batch), *mask.shape[-3:])
-            mask = mask.reshape(-1, *mask.shape[-3:])
-        elif len(batch) > 1 and mask.shape[0] > 1:
-            mask = mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+        mask = mask[(None,) * (q.dim() - mask.dim())]
+    if len(batch) != 1:
+        # Sizes in numbers: a rank without positions has no elements.
+        q, k, v = (x.reshape(prod(batch), *x.shape[-3:]) for x in (q, k, v))
+        if mask is not None:
+            samples = batch if prod(mask.shape[:-3]) > 1 else mask.shape[:-3]
+            mask = mask.expand(*samples, *mask.shape[-3:]).reshape(prod(samples), *mask.shape[-3:])
     return q, k, v, mask
 
 
 # ---------------------------------------------------------------------------------------------------------------- ring
 
-_last_turns: list[tuple[weakref.ref[Tensor], int, Shard, Shard, Turns]] = []
+_last_turns: list[tuple[weakref.ref[Tensor], tuple[int, Shard, Shard], Turns]] = []
 
 
-def _turns_of(mask: Tensor | None, work: _Work) -> Turns:
-    """Return the turns of a mask; the layers of a step share a mask, whose values a device would be asked for."""
-    assert mask is not None
+def _turns_of(mask: Tensor, work: _Work) -> Turns:
+    """Return the turns of a mask that the caller passed.
+
+    The layers of a step share a mask. To ask for its values in each layer would wait for the device.
+    """
     assert work.mask is not None
-    if mask.is_inference():
-        return masked_turns(work.rows.ranges, work.columns.ranges, work.mask)
-    key = version_of(mask), work.rows, work.columns
-    for found, *other, turns in _last_turns:
-        if found() is mask and tuple(other) == key:
+    key = None if mask.is_inference() else (version_of(mask), work.rows, work.columns)
+    for found, known, turns in _last_turns:
+        if found() is mask and known == key:
             return turns
     turns = masked_turns(work.rows.ranges, work.columns.ranges, work.mask)
-    _last_turns[:] = [(weakref.ref(mask), *key, turns)]
+    if key is not None:
+        _last_turns[:] = [(weakref.ref(mask), key, turns)]
     return turns
 
 
@@ -227,7 +211,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
     k, v = _gathered(k, v, work.columns, work.group)
     mask, own = work.mask, work.rows.ranges[work.group.rank]
     if work.is_causal and not work.dropout:
-        # Full tiles and squares on the diagonal: a mask would have as many elements as the scores.
+        # In full tiles and squares on the diagonal: a mask would have as many elements as the scores.
         turns = causal_turns((own,), (((0, work.columns.full_size),),), is_causal=True)
         return ring_attention(q, k, v, None, work.scale, turns, Group.alone(work.group.axis))
     if mask is not None and mask.shape[-2] > 1:
@@ -239,7 +223,7 @@ def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
 
 
 def _in_runs(q: Tensor, k: Tensor, v: Tensor, own: Sequence[Range], work: _Work) -> Tensor:
-    """Compute each run of causal rows with the keys up to its last row: the tiles above know no dropout."""
+    """Compute each run of causal rows with the keys up to its last row: tiles cannot drop weights."""
     results, at = [], 0
     # A rank without rows also reads keys, so that its backward takes part in the exchange of their gradients.
     for start, stop in own or ((0, 0),):
@@ -296,30 +280,26 @@ def _ulysses(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
 
 
 class _Way(NamedTuple):
-    """How an exchange moves a tensor: each rank cuts it by one rule, and joins what it receives by the other."""
+    """The rule by which each rank cuts its tensor, and the rule by which it joins the parts of all ranks."""
 
     cut: Shard
     joined: Shard
 
 
 class _Exchange(Function):
-    """Moves tensors from positions to heads, (B, H, L_r, E) to (B, H_r, L, E), or back. Shared heads are summed."""
+    """Exchanges positions for heads, (B, H, L_r, E) to (B, H_r, L, E), or back; sums gradients of shared heads."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, ways: Sequence[_Way], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.args = group, ways
         received = kept(partial(_exchanged, group, ways, tensors))
-        results, at = [], 0
-        shapes = [_arriving(x.shape, way, group.rank) for x, way in zip(tensors, ways)]
-        parts: list[list[Tensor]] = [[] for _ in tensors]
-        for rank in range(group.size):
-            for found, by_rank in zip(parts, shapes):
-                size = by_rank[rank].numel()
-                found.append(received[at : at + size].view(by_rank[rank]))
-                at += size
-        for found, way in zip(parts, ways):
-            results.append(_summed(found, way.joined) if way.joined.replicated else way.joined.merge(found))
-        return tuple(results)
+        shapes = _arriving(tensors, ways, group)
+        flat = iter(received.split([shape.numel() for of_rank in shapes for shape in of_rank]))
+        by_rank = [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]
+        return tuple(
+            _summed(parts, way.joined) if way.joined.replicated else way.joined.merge(parts)
+            for parts, way in zip(zip(*by_rank), ways)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -328,7 +308,7 @@ class _Exchange(Function):
 
 
 def _exchanged(group: Group, ways: Sequence[_Way], tensors: Sequence[Tensor]) -> Tensor:
-    """Send each rank its shards of all tensors in one message; return what arrives, flat, by rank."""
+    """Send each rank its shards of all tensors in one message; return the messages of all ranks, flat."""
     leaving = [[way.cut.local_shape(x.shape, rank) for x, way in zip(tensors, ways)] for rank in range(group.size)]
     sent = tensors[0].new_empty(sum(shape.numel() for shapes in leaving for shape in shapes))
     at = 0
@@ -341,19 +321,17 @@ def _exchanged(group: Group, ways: Sequence[_Way], tensors: Sequence[Tensor]) ->
                 into.copy_(x.narrow(way.cut.dim, first, stop - first))
                 start += stop - first
             at += shape.numel()
-    arriving = [_arriving(x.shape, way, group.rank) for x, way in zip(tensors, ways)]
-    return comm.all_to_all(
-        sent,
-        group,
-        [sum(shape.numel() for shape in shapes) for shapes in leaving],
-        [sum(by_rank[rank].numel() for by_rank in arriving) for rank in range(group.size)],
+    sizes, arriving = (
+        [sum(shape.numel() for shape in shapes) for shapes in by_rank]
+        for by_rank in (leaving, _arriving(tensors, ways, group))
     )
+    return comm.all_to_all(sent, group, sizes, arriving)
 
 
-def _arriving(shape: torch.Size, way: _Way, me: int) -> list[torch.Size]:
-    """Return the shape of the part that arrives from each rank."""
-    mine = way.cut.local_shape(shape, me)
-    return [way.joined.local_shape(mine, rank) for rank in range(way.joined.ranks)]
+def _arriving(tensors: Sequence[Tensor], ways: Sequence[_Way], group: Group) -> list[list[torch.Size]]:
+    """Return the shapes of the parts of all tensors that arrive from each rank."""
+    mine = [way.cut.local_shape(x.shape, group.rank) for x, way in zip(tensors, ways)]
+    return [[way.joined.local_shape(shape, rank) for shape, way in zip(mine, ways)] for rank in range(group.size)]
 
 
 def _summed(parts: Sequence[Tensor], rule: Shard) -> Tensor:

@@ -34,7 +34,7 @@ __all__ = [
 Method = Literal["ulysses", "ring", "gather"]
 
 FLOPS_PER_BYTE = 8000
-"""Operations of a device while a link carries a byte: an H100 computes 4e14 a second, beside 400 Gbit/s."""
+"""Operations of a device while a link carries a byte: 4e14 per second on an H100, with a link of 400 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AttentionMessage(NamedTuple):
 
     Attributes:
         op: Name in torch's terms; `send` for a turn of the ring.
-        payload: Bytes as `comm` counts them, see `Pending`; those that this rank sends in a turn.
+        payload: Bytes as `comm` counts them, see `Pending`; for a turn, the bytes that this rank sends.
         sent: Bytes that this rank sends to other ranks, in the ring form of a collective.
         is_backward: Whether it belongs to backward.
     """
@@ -116,8 +116,8 @@ def balanced_rows(length: int, ranks: int) -> Shard:
 def ulysses_reason(heads: int, kv_heads: int, ranks: int) -> str | None:
     """Return why heads cannot be sharded over the ranks, or None if they can.
 
-    Ranks may have different numbers of heads. Several ranks hold the same key and value head if there are fewer than
-    ranks.
+    Ranks may have different numbers of heads. With fewer key and value heads than ranks, several ranks hold the same
+    head.
 
     Args:
         heads: Number of query heads.
@@ -132,7 +132,7 @@ def ulysses_reason(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def head_rules(heads: int, kv_heads: int, ranks: int) -> tuple[Shard, Shard]:
-    """Return which query heads, and which key and value heads, each rank computes in `ulysses`: one range each.
+    """Return the rules of the query heads and of the key and value heads in `ulysses`, with one range on each rank.
 
     A rank holds full groups of query heads with their key and value heads, or query heads of one group.
     """
@@ -154,7 +154,7 @@ def attention_messages(
     if shape.ranks == 1:
         return []
     item = shape.batch * shape.item_bytes
-    pair = item * shape.kv_heads * (shape.head_size + shape.value_size)  # of a key and a value, with all heads
+    pair = item * shape.kv_heads * (shape.head_size + shape.value_size)  # bytes of a key and a value with all heads
     if method == "gather":
         # Backends gather equal parts, so smaller parts have padding.
         payload = shape.ranks * max(shape.columns.sizes) * pair
@@ -180,7 +180,7 @@ def _ulysses_messages(shape: AttentionShape, rank: int) -> list[AttentionMessage
     item = shape.batch * shape.item_bytes
 
     def message(ways: list[tuple[Shard, Shard, int]], is_backward: bool) -> AttentionMessage:
-        """Each tensor is cut by its first rule, of which this rank holds the second; with its number of features."""
+        """Add up the tensors, each with the rule that cuts it, the rule of this rank's part, and its features."""
         parts = [
             sum(cut.sizes[other] * held.sizes[rank] * features * item for cut, held, features in ways)
             for other in range(shape.ranks)
@@ -214,10 +214,10 @@ def attention_bytes_sent(method: Method, shape: AttentionShape, rank: int = 0, t
 def choose_method(shape: AttentionShape, has_mask: bool = False, flops_per_byte: float = FLOPS_PER_BYTE) -> Method:
     """Choose the method that sends the fewest bytes in the open.
 
-    The bytes of `ulysses` and `gather` are all in the open. Those of `ring` are hidden while a turn computes, at
-    `flops_per_byte`. `gather` counts only where the keys and values of all positions, which each rank keeps for
-    backward, are no more than twice its own queries and results. With an explicit mask, `ring` computes without a fused
-    kernel and does not count. Equal costs: the earlier in the order `ulysses`, `gather`, `ring`.
+    Computation hides no bytes of `ulysses` and `gather`. It hides bytes of `ring`, at `flops_per_byte`. With `gather`
+    each rank keeps the keys and values of all positions for backward. So `gather` is a candidate only if these are at
+    most twice the rank's queries and results. With an explicit mask, `ring` has no fused kernel and is no candidate. Of
+    equal costs, the first in the order `ulysses`, `gather`, `ring` wins.
 
     Args:
         shape: Sizes of the attention.

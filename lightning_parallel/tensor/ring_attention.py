@@ -1,15 +1,15 @@
-"""Ring attention: keys and values travel from rank to rank, while each rank computes its rows of what it holds.
+"""Ring attention: keys and values travel from rank to rank, while each rank computes its rows with the keys it holds.
 
-At turn t rank r holds the block of rank r - t, has sent it on before it computes, and merges the result of its columns
-(`tensor.attention_tiles`). Backward travels again. The gradients of a block follow it one turn later and return to its
-owner from the last rank that needs it:
+In turn t rank r holds the block of rank r - t. It sends the block on, computes, and merges the result into its rows
+(`tensor.attention_tiles`). In backward the blocks travel again. The gradients of a block follow it one turn later, and
+return to its owner from the last rank that needs the block:
 
     turn        0           1                 2
     rank 1      block 1     block 0           block 3        keys and values
-                            gradients of 0    gradients of 3 + those that rank 0 has sent
+                            gradients of 0    gradients of 3 + the sum from rank 0
 
-A block travels only as far as a rank needs it, and the ring stops when no rank needs another block: the causal order
-and the mask leave some tiles empty. All ranks decide alike, because they know all positions and the full mask.
+The causal order and the mask leave some tiles empty. So a block stops at the last rank that needs it, and the ring
+stops when no rank needs another block. All ranks decide alike, because they know all positions and the full mask.
 
 torch's `context_parallel` also has a ring, but it needs equal positions on all ranks and takes no mask.
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -56,28 +57,27 @@ Ranges = tuple[tuple[Range, ...], ...]
 MASK_TILE = 1024
 """Most rows and columns of a tile of an explicit mask, so that few tiles of a narrow mask have any scores."""
 
-_connected: set[str] = set()
-"""Names of the groups whose ranks have all communicated once."""
+# By the process group itself: names are used again after `destroy_process_group`.
+_connected: WeakSet[Any] = WeakSet()
+"""The groups whose ranks have all communicated once."""
 _KEYS_TAG, _GRADIENTS_TAG = ((1 << 20) + number for number in (8, 9))
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What each rank computes of each block of keys and values.
+    """The tiles that each rank computes in each turn.
 
     Attributes:
-        rows: Positions of the queries of each rank.
         columns: Positions of the keys of each rank.
         tiles: For each rank, for each owner of a block, the tiles that are not empty.
     """
 
-    rows: Ranges
     columns: Ranges
     tiles: tuple[tuple[tuple[Tile, ...], ...], ...]
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """How many ranks further the block of each rank travels: to the last that needs it."""
+        """Number of ranks that the block of each rank passes on its way to the last rank that needs it."""
         ranks = len(self.columns)
         return tuple(
             max((turn for turn in range(ranks) if self.tiles[(owner + turn) % ranks][owner]), default=0)
@@ -90,7 +90,7 @@ class Turns:
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.columns)
 
     def sent(self, rank: int) -> tuple[list[int], list[int]]:
-        """Return how many positions a rank sends in each turn: of keys and values in a pass, and of gradients."""
+        """Return the positions that a rank sends in each turn: of keys and values in a pass, and of gradients."""
         ranks = len(self.columns)
         owners = [(rank - turn) % ranks for turn in range(ranks)]
         keys = [self.lengths[owner] * (self.hops[owner] > turn) for turn, owner in enumerate(owners)]
@@ -102,7 +102,7 @@ class Turns:
 def causal_turns(rows: Ranges, columns: Ranges, is_causal: bool) -> Turns:
     """Plan the turns without an explicit mask."""
     tiles_of = causal_tiles if is_causal else full_tiles
-    return Turns(rows, columns, tuple(tuple(tuple(tiles_of(own, block)) for block in columns) for own in rows))
+    return Turns(columns, tuple(tuple(tuple(tiles_of(own, block)) for block in columns) for own in rows))
 
 
 def masked_turns(rows: Ranges, columns: Ranges, mask: Tensor) -> Turns:
@@ -127,7 +127,7 @@ def masked_turns(rows: Ranges, columns: Ranges, mask: Tensor) -> Turns:
 
 
 def _masked_turns(rows: Ranges, columns: Ranges, kinds: Mapping[tuple[Range, Range], Any] | None) -> Turns:
-    """Plan the turns of a mask, given the kinds of its tiles by rows and columns; None for masked tiles alone."""
+    """Plan the turns of a mask from the kinds of its tiles, by rows and columns; with None, all tiles are masked."""
 
     def tiles(own: Sequence[Range], block: Sequence[Range]) -> tuple[Tile, ...]:
         found = []
@@ -138,11 +138,11 @@ def _masked_turns(rows: Ranges, columns: Ranges, kinds: Mapping[tuple[Range, Ran
                 found.append(Tile(*places, kind, seen if kind == "masked" else None))
         return tuple(joined_tiles(found))
 
-    return Turns(rows, columns, tuple(tuple(tiles(own, block) for block in columns) for own in rows))
+    return Turns(columns, tuple(tuple(tiles(own, block) for block in columns) for own in rows))
 
 
 def _cut(ranges: Sequence[Sequence[Range]]) -> list[Range]:
-    """Cut ranges into those of tiles."""
+    """Cut ranges into ranges of at most `MASK_TILE` positions."""
     return [
         (at, min(at + MASK_TILE, stop)) for own in ranges for start, stop in own for at in range(start, stop, MASK_TILE)
     ]
@@ -171,7 +171,7 @@ def ring_attention(
         v: (B, H_kv, S_r, E_v).
         mask: (B or 1, H or 1, L or 1, S or 1), of all positions. Its gradient is partial.
         scale: Factor of the scores; 1 / sqrt(E) by default.
-        turns: What to compute, from the same mask.
+        turns: The tiles to compute, from the same mask.
         group: The ranks.
 
     Returns:
@@ -197,7 +197,7 @@ class _Ring(Function):
                     trip.wait()
                 return result.out.to(q.dtype), result.top, result.total
 
-        # With its attention, as the attention of other layers is kept: a second run neither sends nor computes.
+        # The attention itself is kept, as of other layers: a second run neither sends nor computes.
         out, top, total = kept(compute)
         ctx.save_for_backward(q, k, v, mask, out, top, total)
         ctx.args = scale, turns, group
@@ -264,7 +264,7 @@ class _TileInputs:
         tile: The tile.
         rows: Its rows among the queries of this rank.
         columns: Its columns in the block.
-        q, k, v, mask: Their values.
+        q, k, v, mask: Its queries, keys, values and mask.
     """
 
     tile: Tile
@@ -279,9 +279,9 @@ class _TileInputs:
 def _inputs_of(
     q: Tensor, block: Tensor | None, mask: Tensor | None, owner: int, turns: Turns, group: Group
 ) -> Iterator[_TileInputs]:
-    """Yield what this rank computes of the block of `owner`, (B, H_kv, S_r, E + E_v)."""
+    """Yield the tiles that this rank computes from the block of `owner`, (B, H_kv, S_r, E + E_v)."""
     for tile in turns.tiles[group.rank][owner]:
-        assert block is not None  # it travels to each rank with tiles
+        assert block is not None  # the block travels to each rank that has tiles of it
         rows, columns = slice(*tile.rows), slice(*tile.columns)
         k, v = block[:, :, columns].tensor_split([q.shape[-1]], -1)
         seen = None if mask is None or tile.seen is None else _seen(mask, tile.seen)
@@ -289,7 +289,7 @@ def _inputs_of(
 
 
 def _seen(mask: Tensor, seen: tuple[Range, Range]) -> Tensor:
-    """Return the mask of a tile, a view."""
+    """Return a view of the mask of a tile."""
     for dim, (start, stop) in zip((-2, -1), seen):
         if mask.shape[dim] > 1:
             mask = mask.narrow(dim, start, stop - start)
@@ -300,7 +300,7 @@ def _seen(mask: Tensor, seen: tuple[Range, Range]) -> Tensor:
 
 
 def _past_gate(group: Group) -> Group:
-    """Pass the gate of a group once for a pass around the ring, in which ranks send different numbers of messages."""
+    """Pass the gate of a group once for all turns, in which ranks send different numbers of messages."""
     if group.gate is None or comm.skips_communication():
         return group
     group.gate("ring")
@@ -324,13 +324,13 @@ class _Trip:
         self._block: Tensor | None = own
         self._next: Tensor | None = None
         self._pending: comm.Pending | None = None
-        # NCCL connects a group at its first call, in which all ranks must take part; a rank without messages would not.
-        if group.is_ordered and group.name not in _connected and not comm.skips_communication():
+        # NCCL connects a group at its first call, in which all ranks must take part. A rank without messages would not.
+        if group.is_ordered and group.process_group not in _connected and not comm.skips_communication():
             comm.all_reduce_(own.new_zeros(1), group)
-            _connected.add(group.name)
+            _connected.add(group.process_group)
 
     def start(self, turn: int) -> tuple[int, Tensor | None]:
-        """Start to send the block on; return its owner, and the block if it has come this far."""
+        """Start to send the block on; return its owner, and the block if it travels to this rank."""
         me, ranks, hops = self._group.rank, self._group.size, self._plan.hops
         owner, coming = (me - turn) % ranks, (me - turn - 1) % ranks
         sent, received = [], []
@@ -389,7 +389,7 @@ class _HomeTrip:
             self._pending = comm.exchange(sent, received, self._group, _GRADIENTS_TAG)
 
     def _arrive(self) -> Tensor | None:
-        """Wait for what the last turn has sent; return the gradients that this rank passes on."""
+        """Wait for the messages of the last turn; return the gradients that this rank passes on."""
         if self._pending is not None:
             self._pending.wait()
         passing, self._pending, self._passing = self._passing, None, None

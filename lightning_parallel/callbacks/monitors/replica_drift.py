@@ -437,8 +437,8 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
 def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, Any]:
     """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
     found: dict[StateKey, Any] = {}
-    # Under local SGD, replicas differ between two exchanges. With ZeRO, ranks with the same parameters hold other parts
-    # of the state. Then compare only values that one of them holds twice.
+    # Under local SGD, replicas differ between two exchanges. With ZeRO, ranks with the same parameters hold different
+    # parts of the state. So these values are compared between ranks of one replica only.
     differing: frozenset[str] = getattr(trainer.strategy, "differing", frozenset())
     replica = str(_place_of_state(trainer)) if differing else ""
     for key, value in _values(trainer, module):

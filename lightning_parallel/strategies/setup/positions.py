@@ -144,7 +144,8 @@ def split_sequences(
     group, state = groups.context_parallel, ParallelState.of(module)
     if plan is None and state.positions is None:
         return
-    # Each axis has its own order: ranks of the tensor axis may all call the model where those of this axis do not.
+    # Each axis checks its own order of calls: all ranks of the tensor axis may call the model, and some ranks of this
+    # axis not.
     state.position_order = order = MessageOrder(group) if group.size > 1 else None
     group = group if order is None else group.guarded_by(order)
     if state.positions is not None:
