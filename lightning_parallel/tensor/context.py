@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -249,11 +250,11 @@ class Positions(Family):
                 return at, self._again(self.positions, outer, inner)
         return None
 
-    def narrowed(self, start: int, length: int) -> tuple[list[tuple[int, int]], Family] | None:
+    def narrowed(self, start: int, length: int) -> tuple[tuple[int, int], Family] | None:
         if not self.is_plain:
             return None
-        stop, offsets = start + length, []
-        at, ranges = 0, []
+        stop, ranges = start + length, []
+        own: list[tuple[int, int]] = []
         for rank, held in enumerate(self.positions.ranges):
             mine, at = [], 0
             for first, last in held:
@@ -261,10 +262,14 @@ class Positions(Family):
                 if low < high:
                     mine.append((low - start, high - start))
                     if rank == self.group.rank:
-                        offsets.append((at + low - first, high - low))
+                        own.append((at + low - first, at + high - first))
                 at += last - first
             ranges.append(tuple(mine))
-        return offsets, self._again(Shard(0, tuple(ranges)), 1, 1)
+        # The runs of a rank follow each other in the order of positions, so a range of positions is one of the part.
+        if any(one[1] != other[0] for one, other in pairwise(own)):
+            return None
+        offset, end = (own[0][0], own[-1][1]) if own else (0, 0)
+        return (offset, end - offset), self._again(Shard(0, tuple(ranges)), 1, 1)
 
     def at_next_stage(self, place: int) -> Callable[[Tensor, Any], Tensor] | None:
         return SentPositions(place, self.positions, self.outer, self.inner, self.is_rounded)

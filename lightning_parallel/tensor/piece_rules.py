@@ -316,9 +316,8 @@ def _narrowed(call: PieceCall, index: int | slice, rest: tuple[Any, ...]) -> Any
     found = piece.family.narrowed(start, stop - start) if step == 1 and stop > start else None
     if found is None:
         return None
-    offsets, family = found
-    own = [call.part.narrow(place, at, length) for at, length in offsets]
-    part = own[0] if len(own) == 1 else torch.cat(own, place) if own else call.part.narrow(place, 0, 0)
+    own, family = found
+    part = call.part.narrow(place, *own)
     if isinstance(index, int):
         # Only this row is gathered.
         return piece_with(part, place, family).whole()[rest]

@@ -183,8 +183,8 @@ class Family:
         found = place_after_reshape(shape, place, new)
         return None if found is None else (found, self)
 
-    def narrowed(self, start: int, length: int) -> tuple[list[tuple[int, int]], Family] | None:
-        """Return the offsets and lengths of this rank's elements in a range of the full tensor, and the range's facts.
+    def narrowed(self, start: int, length: int) -> tuple[tuple[int, int], Family] | None:
+        """Return the offset and length of this rank's elements in a range of the full tensor, and the range's facts.
 
         It returns None if a range has no parts.
         """

@@ -133,7 +133,18 @@ def _why_whole(trace: StepTrace, path: str, inside: Mapping[int, Sequence[Operat
 _PRODUCTS = {"mm", "addmm", "linear", "matmul"}
 _NORMS = {"native_layer_norm", "fused_rms_norm", "rms_norm", "layer_norm"}
 _ALONG_LAST = {"split", "split_with_sizes", "slice", "select", "narrow", "cat", "unbind", "mean", "sum", "var", "amax"}
-_VIEWS = {"view", "unsafe_view", "reshape", "reshape_alias", "unsqueeze", "squeeze", "detach", "alias", "clone"}
+_VIEWS = {
+    "view",
+    "unsafe_view",
+    "reshape",
+    "reshape_alias",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "clone",
+    "to_copy",
+}
 
 
 def _is_by_position(operation: Operation, x: Tensor, weights: _Weights) -> bool:

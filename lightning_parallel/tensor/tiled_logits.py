@@ -130,8 +130,6 @@ class TiledLogits(Tensor):
             if name in ASKS_FOR_GRADIENT or name == "grad":
                 _watch(args[0] if name != "grad" else kwargs["inputs"] if "inputs" in kwargs else args[1])
             first = args[0] if args else None
-            if name == "cat" and (joined := _joined_logits(*args, **kwargs)) is not None:
-                return joined
             rule = _RULES.get(name)
             if rule is not None and isinstance(first, TiledLogits) and "out" not in kwargs:
                 product = first.tiles
@@ -196,16 +194,9 @@ def _without_data(like: Tensor, make: Callable[[], Tensor], device: torch.device
     return made
 
 
-def _unmade(product: LogitsProduct, *sources: TiledLogits) -> TiledLogits:
-    """Return logits for a product, the output of a node of autograd's graph.
-
-    Args:
-        product: The product.
-        sources: The logits from which code computed these; their hooks would not see the gradient.
-    """
+def _unmade(product: LogitsProduct) -> TiledLogits:
+    """Return logits for a product, the output of a node of autograd's graph."""
     gather_absent(product.tensors)
-    for source in sources:
-        source._uses.is_passed = True
     product = product.marked()
     with product.graph:
         return _kept(_UnmadeLogits.apply(*product.tensors, product.recipe), product, _Uses())
@@ -275,7 +266,9 @@ class _LogitsCall:
     def anew(self, like: Tensor, *steps: Callable[[Tensor], Tensor], **changes: Any) -> TiledLogits:
         """Return new logits with the sizes of `like`, after some more steps."""
         product = replace(self.product, like=like, steps=(*self.product.steps, *steps), **changes)
-        return _unmade(product, self.logits)
+        # Hooks of the logits would not see the gradient.
+        self.logits._uses.is_passed = True
+        return _unmade(product)
 
 
 def _reshaped(call: _LogitsCall) -> Any:
@@ -323,19 +316,6 @@ def _selected(call: _LogitsCall) -> Any:
     place = rows.dim() - (product.rows.dim() - product.place)
     shape = (*rows.shape[:place], call.logits.shape[product.place], *rows.shape[place + 1 :])
     return call.anew(torch.empty(shape, dtype=call.logits.dtype, device="meta"), rows=rows, place=place)
-
-
-def _joined_logits(parts: Any = (), dim: int = 0, **others: Any) -> TiledLogits | None:
-    """Join parts of the same logits, such as the ranges of a rank; None if they do not share their product."""
-    products = [part.tiles if isinstance(part, TiledLogits) else None for part in parts]
-    first = products[0] if products else None
-    if first is None or others or dim % parts[0].dim() == first.place:
-        return None
-    alike = [each for each in products if each is not None and each.is_like(first)]
-    if len(alike) < len(products):
-        return None
-    rows, like = torch.cat([each.rows for each in alike], dim), torch.cat([each.like for each in alike], dim)
-    return _unmade(replace(first, rows=rows, like=like), *parts)
 
 
 def _elementwise(call: _LogitsCall) -> Any:

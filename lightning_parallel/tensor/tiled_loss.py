@@ -76,15 +76,6 @@ class LogitsProduct:
         """The context in which results belong to autograd's graph as the logits do."""
         return torch.set_grad_enabled(torch.is_grad_enabled() and self.needs_graph)
 
-    def is_like(self, other: LogitsProduct) -> bool:
-        """Return whether the same product and steps made other rows."""
-        facts = (other.place, other.steps, other.needs_graph)
-        return (
-            self.weight is other.weight
-            and self.bias is other.bias
-            and (self.place, self.steps, self.needs_graph) == facts
-        )
-
     @property
     def recipe(self) -> LogitsProduct:
         """The same product without tensors, for a node of autograd's graph, which keeps these apart."""

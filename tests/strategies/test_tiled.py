@@ -48,14 +48,13 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """A model in the manner of nanoGPT, with tied weights; logs its accuracy."""
 
-    def __init__(self, tied=True):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(5)
         self.wte, self.wpe = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(4))
         self.norm, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
-        if tied:
-            self.wte.weight = self.lm_head.weight
+        self.wte.weight = self.lm_head.weight
         self.double()
 
     def forward(self, tokens):
@@ -90,13 +89,13 @@ def fit(module, strategy, devices, replicas=1, **options):
 
 
 @functools.cache
-def on_one_process(tied=True):
-    module = GPT(tied)
-    return module, fit(module, "auto", 1)
+def on_one_process(accumulated=1):
+    module = GPT()
+    return module, fit(module, "auto", 1, accumulate_grad_batches=accumulated)
 
 
-def check(trainer, module, tied=True, tolerance=1e-10):
-    expected, alone = on_one_process(tied)
+def check(trainer, tolerance=1e-10):
+    expected, alone = on_one_process(trainer.accumulate_grad_batches)
     full = trainer.strategy.lightning_module_state_dict()
     if trainer.global_rank == 0:
         for name, value in expected.state_dict().items():
@@ -135,31 +134,63 @@ def test_one_process():
         trainer = fit(module, HybridParallelStrategy(tiled="auto"), 1)
     assert len(losses) == 2
     assert counts == [5] * 2 * 4  # 2 steps of 4 layers; tiles of 2 positions
-    check(trainer, module)
+    check(trainer)
 
 
+CONTEXT = {"context_parallel_size": 2}
+PIPELINE = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 TWO = {
-    "data": ({}, 2),
+    "data": ({"activation_checkpointing": "selective"}, 2),
     "zero 3": ({"zero_stage": 3}, 2),
-    "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, 1),
-    "tensor": ({"tensor_parallel_size": 2}, 1),
-    "context": ({"context_parallel_size": 2}, 1),
+    "pipeline": (PIPELINE, 1),
+    "tensor": ({"tensor_parallel_size": 2, "activation_checkpointing": "full"}, 1),
+    "context": (CONTEXT, 1),
     "sequence": ({"tensor_parallel_size": 2, "sequence_parallel": True}, 1),
 }
+FOUR = {
+    "tensor, context": ({"tensor_parallel_size": 2, **CONTEXT}, 1),
+    "pipeline, context": ({**PIPELINE, **CONTEXT, "activation_checkpointing": "selective"}, 1),
+    "zero 3, context": ({"zero_stage": 3, **CONTEXT}, 2),
+}
+
+
+def run_and_check(group, layout, accumulated=1):
+    sizes, replicas = {**TWO, **FOUR}[layout]
+    with counted_losses() as losses, counted_tiles() as counts:
+        strategy = HybridParallelStrategy(tiled="auto", **sizes)
+        trainer = fit(
+            GPT(), strategy, group.size, replicas, verifies=group.size == 2, accumulate_grad_batches=accumulated
+        )
+    assert all(count > 1 for count in counts)
+    assert bool(counts) == (layout != "sequence")
+    # The last stage of a pipeline has the head.
+    assert bool(losses) == ("pipeline" not in layout or group.rank >= group.size // 2)
+    check(trainer)
 
 
 @pytest.mark.parametrize("layout", TWO)
 @distributed(world_size=2)
 def test_two_ranks(group, layout):
-    sizes, replicas = TWO[layout]
-    module = GPT()
+    run_and_check(group, layout)
+
+
+@pytest.mark.parametrize("layout", FOUR)
+@distributed(world_size=4)
+def test_four_ranks_that_accumulate_gradients(group, layout):
+    run_and_check(group, layout, 2)
+
+
+@distributed(world_size=2)
+def test_half_precision(group):
+    before, alone, module = (GPT().float() for _ in range(3))
+    fit(alone, "auto", 1, precision="bf16-mixed")
     with counted_losses() as losses, counted_tiles() as counts:
-        trainer = fit(module, HybridParallelStrategy(tiled="auto", **sizes), 2, replicas, verifies=True)
-    assert all(count > 1 for count in counts)
-    assert bool(counts) == (layout != "sequence")
-    # The last stage of a pipeline has the head.
-    assert bool(losses) == ("pipeline" not in layout or group.rank == 1)
-    check(trainer, module)
+        fit(module, HybridParallelStrategy(tiled="auto", **CONTEXT), 2, precision="bf16-mixed")
+    assert losses
+    assert counts
+    for name, first in before.state_dict().items():
+        update = alone.state_dict()[name] - first
+        assert (module.state_dict()[name] - first - update).norm() <= 0.02 * update.norm(), name
 
 
 class Pretrained(GPT):

@@ -73,9 +73,6 @@ TILED = {
     "log_softmax": lambda z: F.nll_loss(flat(F.log_softmax(z, -1)), Y.view(-1)),
     "selected": selected,
     "nothing counts": lambda z: F.cross_entropy(flat(z), torch.full((SAMPLES * LENGTH,), -100)),
-    "joined": lambda z: F.cross_entropy(
-        flat(torch.cat([z[:, :2], z[:, 5:]], 1)), torch.cat([Y[:, :2], Y[:, 5:]], 1).view(-1)
-    ),
     "two losses": lambda z: F.cross_entropy(flat(z), Y.view(-1)) + 2 * selected(z),
     # The parameters of the head get no gradient from these.
     "detached": lambda z: selected(z.detach()) + of_each(z.detach()) + F.cross_entropy(flat(z), Y.view(-1)),
@@ -130,6 +127,9 @@ WHOLE = {
     "changed in place": changed,
     "hook": hooked,
     "gradient of logits": with_own_gradient,
+    "joined": lambda z: F.cross_entropy(
+        flat(torch.cat([z[:, :2], z[:, 5:]], 1)), torch.cat([Y[:, :2], Y[:, 5:]], 1).view(-1)
+    ),
     "joined with detached": joined_with_detached,
     "another function": lambda z: F.cross_entropy(flat(z), Y.view(-1)) + z.logsumexp(-1).square().mean(),
     "weights that torch hides": lambda z: F.l1_loss(z, z.detach() + 1, weight=WEIGHT.expand_as(z)),
