@@ -139,6 +139,7 @@ from lightning_parallel.strategies.whole.between_runs import (
 from lightning_parallel.strategies.whole.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.whole.saved_modules import holds_modules, put_full_copies, weakly
 from lightning_parallel.strategies.whole.skeleton import close_skeleton, keep_skeleton
+from lightning_parallel.tensor.context_rules import attend_flexibly
 from lightning_parallel.tensor.pieces import gather_attributes, without_pieces
 from lightning_parallel.tensor.whole_gradients import give_whole_gradients
 
@@ -283,6 +284,8 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1:
             give_data(self._patches)
             explain_swaps(self._patches)
+        if self.groups.context_parallel.size > 1:
+            attend_flexibly(self._patches)
 
     @override
     def setup(self, trainer: Trainer) -> None:

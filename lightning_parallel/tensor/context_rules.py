@@ -1,10 +1,11 @@
 """The rules of functions that join positions, for tensors that are split along positions; see `context`.
 
-| function   | own positions       | from the other ranks                                         |
-|------------|---------------------|--------------------------------------------------------------|
-| attention  | queries             | keys and values, as the method says; see `context_attention` |
-| products   | rows                | the other factor, or sums of products over positions         |
-| losses     | terms of the sum    | one sum                                                      |
+| function         | own positions       | from the other ranks                                         |
+|------------------|---------------------|--------------------------------------------------------------|
+| attention        | queries             | keys and values, as the method says; see `context_attention` |
+| `flex_attention` | rows of the result  | queries, keys and values                                     |
+| products         | rows                | the other factor, or sums of products over positions         |
+| losses           | terms of the sum    | one sum                                                      |
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import pytree, surround_flex_attention
 from lightning_parallel.tensor.context import Positions
 from lightning_parallel.tensor.piece_rules import computed_on_parts
 from lightning_parallel.tensor.pieces import Piece, piece_with
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["POSITION_RULES"]
+__all__ = ["POSITION_RULES", "attend_flexibly"]
 
 Arguments = tuple[Any, ...]
 
@@ -77,6 +80,38 @@ def _attended(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict
 def _on_full(func: Callable[..., Any], args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Compute on full tensors."""
     return func(*map(_full, args), **{name: _full(value) for name, value in kwargs.items()})
+
+
+def attend_flexibly(patches: Patches) -> None:
+    """Let `flex_attention` take sequences that are split along positions, until `patches` are undone.
+
+    Its functions of scores and its block mask refer to positions of the full sequence. So each rank gathers queries,
+    keys and values, computes all rows, and keeps its own.
+    """
+    surround_flex_attention(patches, Piece, _full_heads, _own_rows)
+
+
+def _full_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mine = _part_and_place(query)
+    if mine is not None and mine[1] == -2:
+        mine[2].split.note(query.shape[-3], key.shape[-3])
+    # Copies, because compiled code cannot take views of pieces.
+    query, key, value = (x.whole().clone() if isinstance(x, Piece) else x for x in (query, key, value))
+    return query, key, value
+
+
+def _own_rows(results: Any, query: Tensor) -> Any:
+    """Cut the output (B, H, L, E_v), and statistics of the scores (B, H, L)."""
+    mine = _part_and_place(query)
+    if mine is None or mine[1] != -2:
+        return results
+    family = mine[2]
+
+    def own(full: Tensor) -> Piece:
+        place = -2 if full.dim() == query.dim() else -1
+        return _as_piece(family.cut(full, place), place, family)
+
+    return pytree.tree_map_only(Tensor, own, results)
 
 
 # ------------------------------------------------------------------------------------------------------------ products

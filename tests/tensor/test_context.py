@@ -1,14 +1,18 @@
 """Functions and models whose sequences are split over ranks compute the numbers of one process."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
 from torch import nn
 
 from lightning_parallel import comm
+from lightning_parallel.compat import Patches
 from lightning_parallel.tensor.context import PositionSplit
+from lightning_parallel.tensor.context_rules import attend_flexibly
 from lightning_parallel.tensor.pieces import GATHERS, Piece
 from tests.harness import run
 
@@ -28,6 +32,27 @@ def _eager(x, w):
 def _sdpa(x, w, **kwargs):
     q, k, v = map(_heads, (x @ w, x @ w.sin(), x * 0.5))
     return F.scaled_dot_product_attention(q, k, v, **kwargs).transpose(1, 2).flatten(2)
+
+
+def _flexible(x, w):
+    q, k, v = map(_heads, (x @ w, x @ w.sin(), x * 0.5))
+    block_mask = flex.create_block_mask(lambda b, h, row, column: row >= column, None, None, *[x.shape[1]] * 2, "cpu")
+    found = flex.flex_attention(q, k, v, lambda score, b, h, row, column: score + (row - column), block_mask)
+    return found.transpose(1, 2).flatten(2)
+
+
+@contextmanager
+def with_flex_attention():
+    """On CPUs, flex_attention computes gradients without compilation, but refuses to."""
+    patches = Patches()
+    attend_flexibly(patches)
+    patches.replace(flex, "_validate_device", lambda *tensors: None)
+    if hasattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"):
+        patches.replace(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 def _labels(x):
@@ -72,6 +97,7 @@ FUNCTIONS = {
     "attention": _sdpa,
     "causal attention": lambda x, w: _sdpa(x, w, is_causal=True),
     "causal attention, dropout that drops nothing": lambda x, w: _sdpa(x, w, is_causal=True, dropout_p=1e-14),
+    "flex_attention": _flexible,
     "attention with padding": lambda x, w: _sdpa(x, w, attn_mask=(_labels(x) != 1)[:, None, None, :]),
     "heads in a module": _module_of_heads,
     "heads in a module, positions first": lambda x, w: _module_of_heads(x.transpose(0, 1), w, batch_first=False),
@@ -140,7 +166,7 @@ GATHERING = {
 }
 GATHERING |= {"heads in a module", "heads in a module, positions first", "softmax over positions"}
 GATHERING |= {"cumulative sum", "convolution", "windows", "diagonal by einsum", "complex sum over positions"}
-GATHERING |= {"in place in a view", "complex rotation in place"}
+GATHERING |= {"in place in a view", "complex rotation in place", "flex_attention"}
 
 
 def _added_in_view(y):
@@ -159,6 +185,7 @@ def _inputs(length):
     return x.requires_grad_(), torch.randn(E, E, dtype=torch.float64, generator=generator).requires_grad_()
 
 
+@with_flex_attention()
 def _divided(names, length, is_balanced):
     group = comm.Group.of()
     split, found = PositionSplit(group, "gather" if is_balanced else "auto", is_causal=is_balanced), {}
@@ -180,7 +207,8 @@ def test_functions_of_split_sequences(ranks, length, is_balanced):
     everyone = run(_divided, ranks, names=list(FUNCTIONS), length=length, is_balanced=is_balanced)
     for name in FUNCTIONS:
         x, w = _inputs(length)
-        y = _compute(name, x, w)
+        with with_flex_attention():
+            y = _compute(name, x, w)
         y.sin().sum().backward()
         assert [results[name][-1] > 0 for results in everyone] == [name in GATHERING] * ranks, name
         for rank, results in enumerate(everyone):
