@@ -9,10 +9,12 @@ from torch.nn.modules.module import register_module_full_backward_hook
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, comm
+from lightning_parallel.compat import Patches
 from lightning_parallel.tensor.pieces import GATHERS, without_pieces
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline_models import NanoBlock, expect_equal, on_one_process, train
+from tests.tensor.test_context import with_flex_attention
 
 # Gemma computes norms in single precision, whatever the precision of the model.
 IN_SINGLE_PRECISION = {"gemma3"}
@@ -203,3 +205,18 @@ def test_shares_of_gradients_are_not_shown(group, spoil, error, text):
     finally:
         while HANDLES:
             HANDLES.pop().remove()
+
+
+@distributed(world_size=2)
+def test_a_hugging_face_model_with_flex_attention(group):
+    flex, eager = pytest.importorskip("transformers.integrations.flex_attention"), Patches()
+    # Torch's compiled kernel for CPUs has no backward.
+    eager.replace(flex.WrappedFlexAttention, "__call__", lambda self: flex.flex_attention)
+    with with_flex_attention():
+        try:
+            expected, gathers = on_one_process("llama_flex"), Gathers()
+            module, trainer = train("llama_flex", ContextParallelStrategy(), 2, callbacks=[gathers])
+        finally:
+            eager.undo()
+    expect_equal(module, trainer, expected, 1)
+    assert gathers.count > 0

@@ -166,6 +166,8 @@ def build(name):
         return odd_gpt()
     if name == "mixed_gpt":
         return mixed_gpt()
+    if name == "llama_flex":
+        return built("llama", attention="flex_attention")
     return built(name, source=vars(other_models) if name in vars(other_models) else None)
 
 

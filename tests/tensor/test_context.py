@@ -42,10 +42,11 @@ def _flexible(x, w):
 
 
 @contextmanager
-def with_flex_attention():
+def with_flex_attention(of_pieces=False):
     """On CPUs, flex_attention computes gradients without compilation, but refuses to."""
     patches = Patches()
-    attend_flexibly(patches)
+    if of_pieces:
+        attend_flexibly(patches)
     patches.replace(flex, "_validate_device", lambda *tensors: None)
     if hasattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"):
         patches.replace(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -185,7 +186,7 @@ def _inputs(length):
     return x.requires_grad_(), torch.randn(E, E, dtype=torch.float64, generator=generator).requires_grad_()
 
 
-@with_flex_attention()
+@with_flex_attention(of_pieces=True)
 def _divided(names, length, is_balanced):
     group = comm.Group.of()
     split, found = PositionSplit(group, "gather" if is_balanced else "auto", is_causal=is_balanced), {}
