@@ -48,7 +48,6 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
 # -- used by callbacks: imports -----
 # The base of all batch and instance normalization. A list of the public classes would miss the users' subclasses.
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 
@@ -174,7 +173,6 @@ __all__ = [
     "versions_of",
     "with_lost_weight",
     "with_versions",
-    "surround_flex_attention",
 ]
 
 
@@ -590,38 +588,6 @@ def explain_swaps(patches: Patches) -> None:
         return swap_or_explain
 
     patches.replace_function(torch.utils.swap_tensors, explained)
-
-
-def surround_flex_attention(
-    patches: Patches,
-    kind: type[Tensor],
-    before: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
-    after: Callable[[Any, Tensor], Any],
-) -> None:
-    """Let `flex_attention` compute with other tensors if one of its tensors is of a kind, until `patches` are undone.
-
-    It is no operator: code compiles it before it asks the class of its tensors.
-
-    Args:
-        patches: The replacements.
-        kind: The class of tensors.
-        before: Takes queries, keys and values, and returns the tensors to compute with.
-        after: Takes the results and the queries as they were, and returns the results for the caller.
-    """
-
-    def surrounded(compute: Callable[..., Any]) -> Callable[..., Any]:
-        # Compiled code leaves its graph here, and enters another graph for the computation between them.
-        enter, leave = torch.compiler.disable(before), torch.compiler.disable(after)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not (isinstance(query, kind) or isinstance(key, kind) or isinstance(value, kind)):
-                return compute(query, key, value, *args, **kwargs)
-            tensors = enter(query, key, value)
-            return leave(compute(*tensors, *args, **kwargs), query)
-
-        return attend
-
-    patches.replace_function(flex_attention, surrounded)
 
 
 def schema_of(operation: Any) -> Any:

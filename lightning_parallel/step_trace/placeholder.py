@@ -19,6 +19,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -34,7 +36,11 @@ from lightning_parallel.compat.torch import (
     schema_of,
 )
 
+# After queries, keys and values.
+_FLEX_ARGUMENTS = ("score_mod", "block_mask", "scale", "enable_gqa", "return_lse")
+
 __all__ = [
+    "record_flex_attention",
     "PARAMETERS_ELSEWHERE",
     "PlaceholderError",
     "PlaceholderTensor",
@@ -111,6 +117,29 @@ def in_dry_run() -> bool:
 def inside_module(name: str) -> AbstractContextManager[Any]:
     """Name the module in messages about values that it computes inside the block and does not return."""
     return patched(_run, "inside", name)
+
+
+def record_flex_attention(patches: Patches) -> None:
+    """Let `flex_attention` of placeholders return placeholders in records of steps, until `patches` are undone.
+
+    It is no operator, and computes nothing on the meta device. Its results have the shapes of the usual attention.
+    """
+
+    def with_placeholders(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def attend_to_placeholders(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # The class first: compiled code must not depend on the state of this module.
+            if not isinstance(query, PlaceholderTensor) or not in_dry_run():
+                return compute(query, key, value, *args, **kwargs)
+            given = dict(zip(_FLEX_ARGUMENTS, args)) | kwargs
+            out = F.scaled_dot_product_attention(query, key, value, enable_gqa=bool(given.get("enable_gqa")))
+            statistics = query[..., 0].float()
+            if given.get("return_aux") is not None:
+                return out, flex.AuxOutput(statistics, statistics)
+            return (out, statistics) if given.get("return_lse") else out
+
+        return attend_to_placeholders
+
+    patches.replace_function(flex.flex_attention, with_placeholders)
 
 
 @contextmanager

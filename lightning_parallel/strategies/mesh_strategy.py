@@ -69,6 +69,7 @@ from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.recomputation import Recomputed, recompute, repeated_layers
 from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.step_trace.placeholder import record_flex_attention
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.checkpoints.rank_files import remove_rank_files
@@ -284,6 +285,7 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1:
             give_data(self._patches)
             explain_swaps(self._patches)
+            record_flex_attention(self._patches)
         if self.groups.context_parallel.size > 1:
             attend_flexibly(self._patches)
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import pytree, surround_flex_attention
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.tensor.context import Positions
 from lightning_parallel.tensor.piece_rules import computed_on_parts
 from lightning_parallel.tensor.pieces import Piece, piece_with
@@ -88,7 +89,20 @@ def attend_flexibly(patches: Patches) -> None:
     Its functions of scores and its block mask refer to positions of the full sequence. So each rank gathers queries,
     keys and values, computes all rows, and keeps its own.
     """
-    surround_flex_attention(patches, Piece, _full_heads, _own_rows)
+    # It is no operator, and does not ask the class of its tensors. Compiled code leaves its graph at a piece. It enters
+    # another graph for the computation, which stays compiled.
+    enter, leave = torch.compiler.disable(_full_heads), torch.compiler.disable(_own_rows)
+
+    def with_pieces(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def attend_to_pieces(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not (isinstance(query, Piece) or isinstance(key, Piece) or isinstance(value, Piece)):
+                return compute(query, key, value, *args, **kwargs)
+            tensors = enter(query, key, value)
+            return leave(compute(*tensors, *args, **kwargs), query)
+
+        return attend_to_pieces
+
+    patches.replace_function(flex_attention, with_pieces)
 
 
 def _full_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

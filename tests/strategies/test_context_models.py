@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ContextParallelStrategy, HybridParallelStrategy, comm
 from lightning_parallel.compat import Patches
+from lightning_parallel.strategies import mesh_strategy
 from lightning_parallel.tensor.pieces import GATHERS, without_pieces
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
@@ -210,6 +211,8 @@ def test_shares_of_gradients_are_not_shown(group, spoil, error, text):
 @distributed(world_size=2)
 def test_a_hugging_face_model_with_flex_attention(group):
     flex, eager = pytest.importorskip("transformers.integrations.flex_attention"), Patches()
+    split, plans = mesh_strategy.split_sequences, []
+    eager.replace(mesh_strategy, "split_sequences", lambda *args: plans.append(args[1]) or split(*args))
     # Torch's compiled kernel for CPUs has no backward.
     eager.replace(flex.WrappedFlexAttention, "__call__", lambda self: flex.flex_attention)
     with with_flex_attention():
@@ -220,3 +223,4 @@ def test_a_hugging_face_model_with_flex_attention(group):
             eager.undo()
     expect_equal(module, trainer, expected, 1)
     assert gathers.count > 0
+    assert [*plans[0].dims] == [f"model.model.layers.{index}" for index in range(4)]
