@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 # -- used by tensor: imports -----
+# Whether `torch.func` transforms the code that runs now, which changes how a `Function` has to be applied.
+from torch._C import _are_functorch_transforms_active as transforms_active
+
 # The id of the running backward pass, -1 if none runs. No public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _EnableTorchFunction as EnableTorchFunction
@@ -75,6 +78,8 @@ from lightning_parallel.compat import Patches, patched
 
 __all__ = [
     "BUFFERS",
+    "apply_of",
+    "transforms_active",
     "CALLS",
     "CALL_CODE",
     "MODULES",
@@ -528,6 +533,11 @@ to_copy = torch.ops.aten._to_copy
 
 # The counter of a tensor's in-place changes, which autograd checks too: no public name tells if a tensor has changed.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` without torch's preparation for `torch.func`, which takes longer than a small kernel."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 # -- used by pipeline -----

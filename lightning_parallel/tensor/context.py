@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -35,6 +35,7 @@ from lightning_parallel.tensor.pieces import Family, Piece, piece_with, whole_in
 from lightning_parallel.tensor.regions import own_stream
 from lightning_parallel.tensor.sharding import Shard, balanced
 
+_MOST_FAMILIES = 256
 _DIMENSIONS = 3  # of hidden states: batch, positions, features
 
 __all__ = ["Positions", "PositionSplit", "split_input"]
@@ -72,6 +73,9 @@ class PositionSplit:
     is_causal: bool = False
     notes: list[AttentionNote] | None = None
     block: str = ""
+    # The facts of pieces, and the decisions of their functions.
+    families: dict[Any, Positions] = field(default_factory=dict, repr=False)
+    decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: object) -> PositionSplit:
         return self
@@ -165,11 +169,20 @@ class Positions(Family):
     inner: int = 1
 
     @classmethod
-    def of_positions(cls, positions: Shard, split: PositionSplit, outer: int = 1, inner: int = 1) -> Positions:
-        """Return the facts of a tensor of these positions."""
+    def of_positions(
+        cls, positions: Shard, split: PositionSplit, outer: int = 1, inner: int = 1, is_rounded: bool = False
+    ) -> Positions:
+        """Return the facts of a tensor of these positions: one object for all such tensors, as they do not change."""
+        key = positions, outer, inner, is_rounded
+        found = split.families.get(key)
+        if found is not None:
+            return found
+        if len(split.families) >= _MOST_FAMILIES:  # lengths may change from step to step
+            split.families.clear()
+            split.decisions.clear()
         extents = tuple(outer * size * inner for size in positions.sizes)
         packing = None if outer == 1 and positions.consecutive else positions
-        return cls(
+        found = split.families[key] = cls(
             extents=extents,
             group=split.group,
             packing=packing,
@@ -177,7 +190,13 @@ class Positions(Family):
             split=split,
             outer=outer,
             inner=inner,
+            is_rounded=is_rounded,
+            decisions=split.decisions,
         )
+        return found
+
+    def rounded(self) -> Positions:
+        return self.of_positions(self.positions, self.split, self.outer, self.inner, True)
 
     @property
     def is_of_positions(self) -> bool:
@@ -275,8 +294,7 @@ class Positions(Family):
         return SentPositions(place, self.positions, self.outer, self.inner, self.is_rounded)
 
     def _again(self, positions: Shard, outer: int, inner: int) -> Positions:
-        found = Positions.of_positions(positions, self.split, outer, inner)
-        return replace(found, is_rounded=self.is_rounded)
+        return self.of_positions(positions, self.split, outer, inner, self.is_rounded)
 
     def runs_of_rank(self, full: Tensor, dim: int, rank: int) -> list[Tensor]:
         """Return views of the runs of positions of a rank, with positions as a dimension of its own."""
@@ -357,8 +375,8 @@ class SentPositions:
     is_rounded: bool
 
     def __call__(self, part: Tensor, split: PositionSplit) -> Tensor:
-        family = Positions.of_positions(self.positions, split, self.outer, self.inner)
-        return piece_with(part, self.place, replace(family, is_rounded=self.is_rounded))
+        family = Positions.of_positions(self.positions, split, self.outer, self.inner, self.is_rounded)
+        return piece_with(part, self.place, family)
 
 
 def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_named: bool = True) -> Any:

@@ -1,7 +1,8 @@
 """The rules by which functions compute on the parts of pieces; see `pieces`.
 
 A rule takes a call with pieces among its arguments. It returns the result, or None if it does not apply: then the parts
-are gathered. The table at the end names the rule of each function.
+are gathered. Or it returns a decision, which computes the result of this call and of all calls with the same key. The
+table at the end names the rule of each function.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm.kept import kept
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, EnableTorchFunction, pytree
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, EnableTorchFunction, pytree, version_of
 from lightning_parallel.tensor.later_data import meta_of, places_after_view
 from lightning_parallel.tensor.loss import class_loss_arguments, cross_entropy, nll_loss
-from lightning_parallel.tensor.pieces import Family, Piece, piece_with
+from lightning_parallel.tensor.pieces import Family, Form, Piece, piece_with
 from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel.tensor.tiled_logits import TiledLogits, best_in_tiles, losses_in_tiles, run_on_logits
 
@@ -58,6 +59,12 @@ class PieceCall:
     def part(self) -> Tensor:
         return self.parts[id(self.piece)]
 
+    @property
+    def own_func(self) -> Callable[..., Any]:
+        """The function, for parts; keys of decisions hold that all parts are ordinary tensors."""
+        is_plain = all(type(part) in _PLAIN_PARTS for part in self.parts.values())
+        return self.func if is_plain else partial(run_on_logits, self.func)
+
     def on_part(self) -> Any:
         return run_on_logits(self.func, self.part, *self.args[1:], **self.kwargs)
 
@@ -76,15 +83,145 @@ class PieceCall:
         is_given = isinstance(dim, (tuple, list)) and len(dim) > 0
         return tuple(each % count for each in dim) if is_given else tuple(range(count))
 
-    def operand(self, value: Any) -> Any:
-        """Return an argument that all rows of the full tensor share, for a computation on this rank's rows."""
-        if self.family.is_of_positions or not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        return self.family.shared(value)
+    @property
+    def operand(self) -> Callable[[Any], Any] | None:
+        """A function of an argument that all rows share, for a computation on this rank's rows; None if it is that."""
+        return None if self.family.is_of_positions else partial(_operand, self.family)
 
 
-def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of `func`, computed on the parts; None if no rule of the table applies."""
+def _operand(family: Family, value: Any) -> Any:
+    return family.shared(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+# ------------------------------------------------------------------------------------------------------------ decisions
+
+
+class Decision:
+    """The decision of a rule for all calls with the same key. It holds no tensors."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result; None if the rule does not apply after all."""
+        raise NotImplementedError
+
+
+# Values that a key holds with their type: `x[1]` and `x[True]` differ.
+_VALUES = {bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.Size}
+_INDICES = {int, type(None)}
+
+
+def decision_on(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], new: Decision | None = None
+) -> Decision | None:
+    """Return the decision on a call that is like an earlier one, or keep a new decision for all calls like this one.
+
+    The key holds everything of a call that rules with decisions read; other calls have none. This is one loop without
+    calls of Python functions, as every function of a piece passes here.
+    """
+    decisions: dict[Any, Any] | None = None
+    family: Family | None = None
+    key: list[Any] = [func]
+    values: Any = args
+    if kwargs:
+        key += kwargs
+        values = (*args, *kwargs.values())
+    for value in values:
+        kind = type(value)
+        if kind is Piece:
+            part = value._part
+            decisions = value.family.decisions  # None if code may watch the piece
+            family, version = value.family, 0 if value.is_inference() else version_of(value)
+            if decisions is None or part is None or type(part) not in _PLAIN_PARTS or version != value._unchanged:
+                return None
+            if value.requires_grad and not part.requires_grad:
+                return None
+            key.append(value._form or value.form)
+        elif kind is Tensor or kind is nn.Parameter:
+            key += (value.shape, value.requires_grad, value.is_leaf)
+        elif kind in _VALUES:
+            key += (kind, value)
+        elif kind is float:  # no rule reads its value
+            key.append(kind)
+        elif kind is slice or kind is tuple or kind is list:
+            inside = (value.start, value.stop, value.step) if kind is slice else value
+            key += (kind, len(inside))
+            for each in inside:
+                if type(each) is slice and kind is not slice:
+                    if not {type(each.start), type(each.stop), type(each.step)} <= _INDICES:
+                        return None
+                    key += (slice, each.start, each.stop, each.step)
+                elif type(each) in _VALUES:
+                    key += (type(each), each)
+                else:
+                    return None
+        else:
+            return None
+    if decisions is None or family is None or (not torch.is_grad_enabled() and family.is_gathered_now):
+        return None
+    if new is not None:
+        decisions[tuple(key)] = new
+    return decisions.get(tuple(key))
+
+
+class OnParts(Decision):
+    """The decision of a rule whose function is the same on the parts.
+
+    Args:
+        call: The call.
+        place_of: Returns the sharded dimension of a result.
+        own: Returns what the function takes for an argument that is no piece; None to take each as it is.
+    """
+
+    def __init__(
+        self, call: PieceCall, place_of: Callable[[Tensor], int], own: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._func, self._family, self._place_of, self._own = call.own_func, call.family, place_of, own
+        self._changes = call.changes
+        self._draws = call.name if call.name in DROPOUTS else ""
+        self._form: Form | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given: list[Any] = []
+        own = self._own
+        for value in args:
+            given.append(value._part if isinstance(value, Piece) else value if own is None else own(value))
+        if kwargs:
+            kwargs = {name: self._argument(value) for name, value in kwargs.items()}
+        if self._draws:
+            with self._family.drawing(self._draws, kwargs["input"] if not given else given[0]):
+                found = self._func(*given, **kwargs)
+        else:
+            found = self._func(*given, **kwargs)
+        if self._changes:
+            return args[0].changed_to(found)
+        if not isinstance(found, Tensor):
+            return pytree.tree_map_only(Tensor, self._again, found)
+        form = self._form
+        # Autocast may change the type.
+        if form is None or found.shape != form.part_shape or found.dtype is not form.dtype:
+            form = self._form = Form.of_part(found, self._place_of(found), self._family)
+        return piece_with(found, form.place, self._family, False, None, form)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Piece):
+            return value._part
+        return value if self._own is None else self._own(value)
+
+    def _again(self, part: Tensor) -> Piece:
+        return piece_with(part, self._place_of(part), self._family)
+
+
+def computed_on_parts(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_new: bool = False
+) -> Any:
+    """Return the result of `func`, computed on the parts; None if no rule of the table applies.
+
+    Args:
+        func: The function.
+        name: Its name in the table.
+        args: Its arguments.
+        kwargs: Its keywords.
+        is_new: Whether `func` is a function of torch, and not made for this call, so that the decision may be kept.
+    """
     changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     base = name if not changes else f"__{name[3:]}" if name in _IN_PLACE else name[:-1]
     rule = RULES.get(base)
@@ -93,6 +230,7 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
             return None
         # `F.normalize` passes on `out=None`.
         kwargs = {each: value for each, value in kwargs.items() if each != "out"}
+        is_new = False
     leaves: Sequence[Any] = (*args, *kwargs.values())
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = pytree.tree_leaves(leaves)
@@ -109,14 +247,10 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
         return None
     if not args and "input" in kwargs and rule is not _pointwise:
         args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
-    first, parts = pieces[0], {}
-    for piece in pieces:
-        own = piece.unchanged_part()
-        is_alike = (piece.dim(), piece.place) == (first.dim(), first.place)
-        # Different parts do not match element by element.
-        if own is None or piece.is_apart(own) or not is_alike or not piece.family.is_like(first.family):
-            return None
-        parts[id(piece)] = own
+        is_new = False
+    first, parts = pieces[0], _parts_of(pieces)
+    if parts is None:
+        return None
     changes = changes or _has_inplace(func, base, args, kwargs)
     if rule is not _pointwise and (changes or len(pieces) > 1 or not args or args[0] is not first):
         return None
@@ -126,11 +260,29 @@ def computed_on_parts(func: Callable[..., Any], name: str, args: tuple[Any, ...]
     is_plain = all(type(own) in _PLAIN_PARTS for own in parts.values())
     with nullcontext() if is_plain else EnableTorchFunction():
         found = rule(PieceCall(func, base, args, kwargs, leaves, first, parts, family, changes))
+        if isinstance(found, Decision):
+            # Whether a tensor may change in place is no part of the key.
+            if is_new and not changes:
+                decision_on(func, args, kwargs, found)
+            found = found(args, kwargs)
     # A view shares its graph with the full tensor, any other result does not.
     if found is not None and rule not in (_view, _reshape, _as_complex) and torch.is_grad_enabled():
         for piece in pieces:
             piece.family.is_used |= parts[id(piece)].requires_grad
     return found
+
+
+def _parts_of(pieces: Sequence[Piece]) -> dict[int, Tensor] | None:
+    """Return the parts of pieces by identity; None if one has none, or if they lie at different places."""
+    first, parts = pieces[0], {}
+    for piece in pieces:
+        own = piece.unchanged_part()
+        is_alike = (piece.dim(), piece.place) == (first.dim(), first.place)
+        # Different parts do not match element by element.
+        if own is None or piece.is_apart(own) or not is_alike or not piece.family.is_like(first.family):
+            return None
+        parts[id(piece)] = own
+    return parts
 
 
 def _has_inplace(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -141,7 +293,7 @@ def _has_inplace(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwa
     return is_last or bool(kwargs.get("inplace"))
 
 
-def _pointwise(call: PieceCall) -> Tensor | None:
+def _pointwise(call: PieceCall) -> Decision | None:
     piece, family = call.piece, call.family
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
     # The part broadcasts as the full tensor does if the result has the sharded dimension at the same place.
@@ -168,17 +320,16 @@ def _pointwise(call: PieceCall) -> Tensor | None:
             )
         return None
 
-    def own(value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, Piece) and piece.has_rows_in(value):
-            return family.cut(value, piece.place - piece.dim())
-        return call.parts[id(value)] if isinstance(value, Piece) else call.operand(value)
+    has_rows = any(piece.has_rows_in(tensor) for tensor in tensors if not isinstance(tensor, Piece))
+    at, operand = piece.place - piece.dim(), call.operand
 
-    with family.drawing(call.name, call.part):
-        kwargs = {name: own(value) for name, value in call.kwargs.items()}
-        part = run_on_logits(call.func, *map(own, call.args), **kwargs)
-    if target is None:
-        return call.again(part)
-    return target.changed_to(part)
+    def own(value: Any) -> Any:
+        is_cut = has_rows and isinstance(value, Tensor) and not isinstance(value, Piece) and value.dim() >= -at
+        if is_cut and value.shape[at] != 1:
+            return family.cut(value, at)
+        return value if operand is None else operand(value)
+
+    return OnParts(call, lambda found: found.dim() + at, own if has_rows else operand)
 
 
 def _is_of_pieces(tensor: Tensor) -> bool:
@@ -197,18 +348,22 @@ def _is_of_pieces(tensor: Tensor) -> bool:
     return True
 
 
-def _cast(call: PieceCall) -> Tensor | None:
-    own, before = call.on_part(), call.part
-    if not isinstance(own, Tensor):  # without arguments, `type` returns a string
-        return own
-    # The part of a transposed tensor may be contiguous already.
-    if own is before and (call.name != "contiguous" or call.piece.is_contiguous()):
-        return call.piece
-    if not (own.is_floating_point() or own.is_complex()) or own.device != before.device:
-        return None
-    if _loses_digits(before, own.dtype):
-        call.family = replace(call.family, is_rounded=True)
-    return call.again(own)
+class _Cast(Decision):
+    def __init__(self, call: PieceCall) -> None:
+        self._func, self._family, self._place = call.own_func, call.family, call.piece.place
+        # The part of a transposed tensor may be contiguous already.
+        self._keeps = call.name != "contiguous" or call.piece.is_contiguous()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, family = args[0]._part, self._family
+        own = self._func(before, *args[1:], **kwargs)
+        if not isinstance(own, Tensor):  # without arguments, `type` returns a string
+            return own
+        if own is before and self._keeps:
+            return args[0]
+        if not (own.is_floating_point() or own.is_complex()) or own.device != before.device:
+            return None
+        return piece_with(own, self._place, family.rounded() if _loses_digits(before, own.dtype) else family)
 
 
 def _loses_digits(part: Tensor, dtype: torch.dtype) -> bool:
@@ -226,20 +381,33 @@ def _as_complex(call: PieceCall) -> Tensor | None:
         return call.func(piece).keep(own, piece.place, is_alias=True)
 
 
-def _reshape(call: PieceCall) -> Tensor | None:
-    piece, part = call.piece, call.part
+def _reshape(call: PieceCall) -> Decision | None:
+    piece = call.piece
     tried = call.func(meta_of(piece), *call.args[1:], **call.kwargs)
     found = piece.family.after_reshape(piece.shape, piece.place, tried.shape)
     if found is None:
         return None
     place, family = found
-    sizes = (*tried.shape[:place], family.extents[family.group.rank], *tried.shape[place + 1 :])
-    own = run_on_logits(Tensor.reshape, part, sizes)
-    if not (tried.is_contiguous() and piece.is_contiguous()):
-        return piece_with(own, place, family, is_alias=True)
     # Autograd must see a view of the full tensor, because a change of the view in place also changes the tensor.
-    with DisableTorchFunctionSubclass():
-        return piece.view(tried.shape).keep(own, place, True, family)  # type: ignore[attr-defined]
+    return _Reshaped(tried.shape, place, family, tried.is_contiguous() and piece.is_contiguous())
+
+
+class _Reshaped(Decision):
+    def __init__(self, shape: torch.Size, place: int, family: Family, is_view: bool) -> None:
+        self._shape, self._place, self._family, self._is_view = shape, place, family, is_view
+        self._sizes = (*shape[:place], family.extents[family.group.rank], *shape[place + 1 :])
+        self._form: Form | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        piece = args[0]
+        part = piece._part
+        own = part.reshape(self._sizes) if type(part) is Tensor else run_on_logits(Tensor.reshape, part, self._sizes)
+        if not self._is_view:
+            return piece_with(own, self._place, self._family, is_alias=True)
+        with DisableTorchFunctionSubclass():
+            view: Any = piece.view(self._shape).keep(own, self._place, True, self._family, self._form)
+        self._form = view._form or view.form
+        return view
 
 
 def _view(call: PieceCall) -> Any:
@@ -260,12 +428,26 @@ def _view(call: PieceCall) -> Any:
     places = places_after_view(call.func, piece.shape, piece.place, *call.args[1:], **call.kwargs)
     if places is None:
         return None
-    own = call.on_part()
-    with DisableTorchFunctionSubclass():
-        viewed = call.func(piece, *call.args[1:], **call.kwargs)
-        if isinstance(viewed, Tensor):
-            return viewed.keep(own, places[0], is_alias=True)  # type: ignore[attr-defined]
-        return type(viewed)(view.keep(*kept, is_alias=True) for view, *kept in zip(viewed, own, places))
+    return _Viewed(call, places)
+
+
+class _Viewed(Decision):
+    def __init__(self, call: PieceCall, places: list[int]) -> None:
+        self._func, self._own_func, self._places = call.func, call.own_func, places
+        self._forms: list[Form | None] = [None for _ in places]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._own_func(args[0]._part, *args[1:], **kwargs)
+        with DisableTorchFunctionSubclass():
+            viewed: Any = self._func(*args, **kwargs)
+            if isinstance(viewed, Piece):
+                viewed.keep(own, self._places[0], True, None, self._forms[0])
+                self._forms[0] = viewed._form or viewed.form
+            else:
+                for at, view in enumerate(viewed):
+                    view.keep(own[at], self._places[at], True, None, self._forms[at])
+                    self._forms[at] = view._form or view.form
+        return viewed
 
 
 def _takes_everything(shape: torch.Size, index: Any) -> bool:
@@ -357,14 +539,9 @@ def _by_row(call: PieceCall, dims: Sequence[int] = ()) -> Any:
     others = [leaf for leaf in call.leaves if isinstance(leaf, Tensor) and leaf is not piece]
     if piece.place in dims or (name != "linear" and any(other.dim() > 1 for other in others)):
         return None
-    kwargs = {name: call.operand(value) for name, value in call.kwargs.items()}
-    results = call.func(call.part, *map(call.operand, call.args[1:]), **kwargs)
-
-    def again(own: Tensor) -> Piece:
-        removed = sum(dim < piece.place for dim in dims) if own.dim() < piece.dim() else 0
-        return call.again(own, piece.place - removed)
-
-    return again(results) if isinstance(results, Tensor) else pytree.tree_map_only(Tensor, again, results)
+    place, count = piece.place, piece.dim()
+    removed = sum(dim < place for dim in dims)
+    return OnParts(call, lambda own: place - removed if own.dim() < count else place, call.operand)
 
 
 def _reduce(call: PieceCall) -> Any:
@@ -524,7 +701,7 @@ _TABLE: list[tuple[Callable[[PieceCall], Any], str]] = [
     (_pointwise, "relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardswish zero fill __pow__ __neg__"),
     (_pointwise, "__mul__ __rmul__ __truediv__ __rtruediv__ __add__ __radd__ __sub__ __rsub__"),
     (_pointwise, "dropout alpha_dropout"),
-    (_cast, "float double half bfloat16 to type type_as contiguous clone"),
+    (_Cast, "float double half bfloat16 to type type_as contiguous clone"),
     (_as_complex, "view_as_complex view_as_real"),
     # The result is a piece if the sharded dimension stays one dimension, with its full extent.
     (_reshape, "view reshape flatten unflatten view_as reshape_as"),
@@ -542,3 +719,4 @@ _TABLE: list[tuple[Callable[[PieceCall], Any], str]] = [
 ]
 RULES = {name: rule for rule, names in _TABLE for name in names.split()}
 Piece.computed_on_parts = staticmethod(computed_on_parts)
+Piece.decision_on = staticmethod(decision_on)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,10 +36,12 @@ from lightning_parallel.compat import innermost_users_line, is_users_object
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
+    apply_of,
     gathers_first,
     make_wrapper_subclass,
     pytree,
     schema_of,
+    transforms_active,
     version_of,
     with_lost_weight,
 )
@@ -49,8 +51,8 @@ from lightning_parallel.tensor.later_data import (
     DATA_OF,
     NEEDS_ADDRESS,
     LaterData,
+    meta_of,
     place_after_reshape,
-    views_later,
 )
 from lightning_parallel.tensor.linear import SequenceLengths
 from lightning_parallel.tensor.sharding import Shard
@@ -92,7 +94,16 @@ _UNREAD = {
 # These functions make a tensor with other values.
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
 _FACTORIES |= {"full_like"}
+# These functions read sizes and types only.
+_FACTS: set[Any] = {Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex}
+_FACTS |= {
+    getattr(Tensor, each).__get__
+    for each in ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_leaf", "is_cuda", "is_nested")
+}
 _PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
+
+
+_MOST_DECISIONS = 4096
 
 
 @dataclass(eq=False)
@@ -107,6 +118,8 @@ class Family:
         is_rounded: Whether the part lost digits of double precision.
         is_used: Whether a result with a gradient was computed from the part.
         is_watched: Whether code asked for the gradient of the full tensor, which lacks gradients from the part.
+        decisions: The decisions of rules so far, by everything that they read of a call, and the forms of pieces and
+            views; None if these facts may change.
     """
 
     extents: tuple[int, ...]
@@ -116,8 +129,34 @@ class Family:
     is_rounded: bool = False
     is_used: bool = False
     is_watched: bool = False
+    decisions: dict[Any, Any] | None = None
     rules: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """The rules of functions whose arguments may be sharded in different ways."""
+
+    def form(
+        self,
+        place: int,
+        shape: torch.Size,
+        strides: tuple[int, ...] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        part_shape: torch.Size,
+    ) -> Form:
+        """Return the form of a piece; equal forms are one object where these facts do not change."""
+        decisions = self.decisions
+        if decisions is None:
+            return Form(self, place, shape, strides, dtype, device, part_shape)
+        key = (self, place, shape, strides, dtype, device)
+        found = decisions.get(key)
+        if found is None:
+            if len(decisions) >= _MOST_DECISIONS:  # shapes may change from step to step
+                decisions.clear()
+            found = decisions[key] = Form(self, place, shape, strides, dtype, device, part_shape)
+        return found
+
+    def rounded(self) -> Family:
+        """Return the facts of a part that has lost digits."""
+        return replace(self, is_rounded=True)
 
     @property
     def is_of_positions(self) -> bool:
@@ -301,10 +340,16 @@ class Piece(Tensor):
     held: Tensor | None = None
     computed_on_parts: ClassVar[Callable[..., Any]]
     """Computes a function on the parts, if it has a rule; `piece_rules` sets it."""
+    decision_on: ClassVar[Callable[..., Any]]
+    """Returns the decision of a rule for a call like this, if it is known; `piece_rules` sets it."""
     _part: Tensor | None
-    _data: _Data
     _unchanged: int
     _is_alias: bool
+    # The data, or what they are made of at the first read: a part, or a view of another piece.
+    _made: _Data | None
+    _source: Any
+    _inside: Any
+    _form: Form | None = None
 
     @staticmethod
     def of(part: Tensor, group: Group, place: int, extents: Sequence[int], in_region: bool = False) -> Piece:
@@ -339,6 +384,25 @@ class Piece(Tensor):
         if full is not None:
             piece._data.take(full)
         return piece
+
+    @property
+    def _data(self) -> _Data:
+        if self._made is None:
+            self._made, self._source = _data_from(self, self._source), None
+        return self._made
+
+    @property
+    def form(self) -> Form:
+        """All that rules read of this piece; equal forms are one object where the family keeps decisions."""
+        if self._form is None:
+            with DisableTorchFunctionSubclass():
+                shape, place, family = self.shape, self.place, self.family
+                part_shape = [*shape]
+                if place >= 0:
+                    part_shape[place] = family.extents[family.group.rank]
+                strides, own = self.stride(), torch.Size(part_shape)
+                self._form = family.form(place, shape, strides, self.dtype, self.device, own)
+        return self._form
 
     @property
     def home(self) -> Tensor | None:
@@ -403,15 +467,18 @@ class Piece(Tensor):
         from_the_end = self.dim() - self.place
         return other.dim() >= from_the_end and other.shape[-from_the_end] != 1
 
-    def keep(self, part: Tensor, place: int, is_alias: bool, family: Family | None = None) -> Piece:
-        """Take a part, which lies at `place`."""
+    def keep(
+        self, part: Tensor, place: int, is_alias: bool, family: Family | None = None, form: Form | None = None
+    ) -> Piece:
+        """Take a part, which lies at `place`; a form that is known saves time."""
         self._part = part
         self.place = place
         self._is_alias = is_alias
         if family is not None:
             self.family = family
+        self._form = form
         # An in-place change of the full tensor raises its version, and the part lacks that change.
-        self._unchanged = _version(self)
+        self._unchanged = 0 if self.is_inference() else version_of(self)
         return self
 
     def changed_to(self, part: Tensor) -> Piece:
@@ -441,9 +508,16 @@ class Piece(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in types:
-            if issubclass(kind, StandIn) or gathers_first(kind):
+            if kind is not Piece and (issubclass(kind, StandIn) or gathers_first(kind)):
                 return NotImplemented  # its functions compute on the tensor behind it, which may be a piece
-        kwargs = with_lost_weight(func, kwargs or {})
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            if func in _FACTS:
+                return func(*args, **kwargs)
+            decision = cls.decision_on(func, args, kwargs)
+            if decision is not None and (found := decision(args, kwargs)) is not None:
+                return found
+        kwargs = with_lost_weight(func, kwargs)
         name = getattr(func, "__name__", "")
         if name == "__iter__":
             return iter(args[0].unbind())
@@ -470,7 +544,7 @@ class Piece(Tensor):
                 args = (torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape), *args[1:])
             elif name == "__get__" and func in _PROPERTIES:
                 name = "transpose"
-            found = cls.computed_on_parts(func, name, args, kwargs)
+            found = cls.computed_on_parts(func, name, args, kwargs, True)
             if found is not None:
                 return found
             result = func(*args, **kwargs)
@@ -485,8 +559,10 @@ class Piece(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # A view needs no data, so it must not cause the gather.
+        if func in _UNREAD:
+            return _unread(func, args[0], args[1:], kwargs)
         is_view = func.is_view and func is not _aten.alias.default and isinstance(args[0], Piece)
-        if func in _UNREAD or (is_view and args[0]._data.has_home):
+        if is_view and args[0]._data.has_home:
             return _unread(func, args[0], args[1:], kwargs)
         if torch.Tag.inplace_view in func.tags or func.overloadpacket is _aten.set_:
             raise RuntimeError(
@@ -515,55 +591,124 @@ def _version(piece: Piece) -> int:
     return 0 if piece.is_inference() else version_of(piece)
 
 
-def _empty(
-    shape: Sequence[int],
-    strides: Sequence[int] | None,
-    like: Tensor,
-    data: _Data,
-    family: Family,
-    dtype: torch.dtype | None = None,
-) -> Piece:
-    piece = make_wrapper_subclass(Piece, shape, strides=strides, dtype=dtype or like.dtype, device=like.device)
-    piece.place = -1
-    piece.family = family
-    piece._part = None
-    piece._data = data
-    piece._unchanged = 0
-    piece._is_alias = True
-    return piece
+@dataclass(eq=False, slots=True)
+class Form:
+    """All that rules read of a piece, but for its part. Forms are keys, and compare by identity.
+
+    Attributes:
+        family: The facts of the piece.
+        place: The sharded dimension; -1 if it has no part.
+        shape: The shape of the full tensor.
+        strides: Its strides; None if it is contiguous.
+        dtype, device: Those of the full tensor.
+        part_shape: The shape of this rank's part.
+    """
+
+    family: Family
+    place: int
+    shape: torch.Size
+    strides: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    part_shape: torch.Size
+
+    @staticmethod
+    def of_part(part: Tensor, place: int, family: Family) -> Form:
+        """Return the form of a contiguous full tensor, given its part."""
+        return family.form(place, family.full_shape(part.shape, place), None, part.dtype, part.device, part.shape)
 
 
 def _unread(func: Any, piece: Piece, rest: tuple[Any, ...], kwargs: Any) -> Any:
     """Return the result of a view of the data, or a list of results, computed at the first read."""
+    decisions = piece.family.decisions
+    key: Any = None
+    if decisions is not None and not kwargs:
+        key = [id(func), piece._form or piece.form]  # torch keeps its operators
+        for each in rest:
+            key.append(tuple(each) if type(each) is list else each)
+        key = tuple(key)
+    forms = None if key is None else decisions.get(key)  # type: ignore[union-attr]
+    if forms is None:
+        metas = func(meta_of(piece), *rest, **kwargs)
+        device = piece.device
+        forms = (
+            [
+                piece.family.form(-1, each.shape, each.stride(), each.dtype, device, each.shape)
+                for each in ([metas] if isinstance(metas, Tensor) else metas)
+            ],
+            isinstance(metas, Tensor),
+        )
+        if key is not None:
+            decisions[key] = forms  # type: ignore[index]
+    views: list[Piece] = []
+    for form in forms[0]:
+        index = None if forms[1] else len(views)
+        views.append(_empty(form, None, False, (piece, func, rest, kwargs, index)))
+    return views[0] if forms[1] else views
 
-    def view(meta: Tensor, make: Callable[[], Tensor]) -> Piece:
-        return _empty(meta.shape, meta.stride(), piece, _Data(make, piece._data), piece.family, meta.dtype)
 
-    return views_later(func, piece, piece._data, rest, kwargs, view)
+def _empty(form: Form, part: Tensor | None, is_alias: bool, source: Any) -> Piece:
+    piece = make_wrapper_subclass(Piece, form.shape, form.strides, None, None, form.dtype, torch.strided, form.device)
+    piece.place = form.place
+    piece.family = form.family
+    piece._form = form
+    piece._part = part
+    piece._unchanged = 0
+    piece._is_alias = is_alias
+    piece._made = None
+    piece._source = source
+    return piece
 
 
-def piece_with(part: Tensor, place: int, family: Family, is_alias: bool = False, home: Tensor | None = None) -> Piece:
-    needs_graph = part.requires_grad and torch.is_grad_enabled()
-    make = _WholeOfPart.apply if needs_graph else _without_graph
-    piece = make(part, place, family, home)
-    # Outside the guard, the question for the version would go through `Piece.__torch_function__`.
-    with DisableTorchFunctionSubclass():
-        return piece.keep(part, place, is_alias)
+def _data_from(piece: Piece, source: Any, home: Tensor | None = None) -> _Data:
+    """Return the data of a piece, which the first read makes."""
+    if isinstance(source, tuple):
+        base, func, rest, kwargs, index = source
+        data = base._data
 
+        def view() -> Tensor:
+            found = func(data.get(), *rest, **kwargs)
+            return found if index is None else found[index]
 
-def _without_graph(part: Tensor, place: int, family: Family, home: Tensor | None = None) -> Piece:
-    shape = family.full_shape(part.shape, place)
+        return _Data(view, data)
+    place, family, inside = piece.place, piece.family, piece._inside
     # Detached: autograd knows the gather as `_WholeOfPart`, and the data are made outside its graph.
-    own = part.detach()
-    # A layer that runs again finds the data of its inputs in their pieces. It makes only its own pieces anew.
-    inside = running_results()
+    own = source.detach()
 
     def make() -> Tensor:
+        # A layer that runs again finds the data of its inputs in their pieces. It makes only its own pieces anew.
         is_own = inside is not None and inside is running_results()
         return kept(partial(_gather, own, place, family)) if is_own else _gather(own, place, family)
 
-    data = _Data(make, None, home, lambda full: family.cut(full, place))
-    return _empty(shape, None, part, data, family)
+    return _Data(make, None, home, lambda full: family.cut(full, place))
+
+
+def piece_with(
+    part: Tensor,
+    place: int,
+    family: Family,
+    is_alias: bool = False,
+    home: Tensor | None = None,
+    form: Form | None = None,
+) -> Piece:
+    """Return the full tensor, given the part of this rank; a form that is known saves time."""
+    form = form or Form.of_part(part, place, family)
+    if not (part.requires_grad and torch.is_grad_enabled()):
+        return _make_piece(None, part, form, is_alias, home)
+    # Transforms of `torch.func` need what `Function.apply` does around it.
+    apply = _WholeOfPart.apply if transforms_active() else _apply_whole
+    return apply(part, form, is_alias, home)
+
+
+def _make_piece(ctx: Any, part: Tensor, form: Form, is_alias: bool, home: Tensor | None) -> Piece:
+    if ctx is not None:
+        ctx.form = form
+    is_plain = type(part) is Tensor or type(part) is nn.Parameter
+    piece = _empty(form, part, is_alias, part if is_plain else part.detach())
+    piece._inside = running_results()
+    if home is not None:
+        piece._made = _data_from(piece, piece._source, home)
+    return piece
 
 
 def _gather(part: Tensor, place: int, family: Family) -> Tensor:
@@ -594,15 +739,15 @@ def _tell_of_gathers(line: str, part: Tensor, place: int, family: Family) -> Non
 class _WholeOfPart(Function):
     """The part of this rank -> the full tensor, whose data are not made yet."""
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, place: int, family: Family, home: Tensor | None) -> Tensor:
-        ctx.family, ctx.place = family, place
-        return _without_graph(part, place, family, home)
+    forward = staticmethod(_make_piece)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # All ranks computed the same from the full tensor, so `grad` is the full gradient on each of them.
-        return ctx.family.cut_gradient(grad, ctx.place), None, None, None
+        return ctx.form.family.cut_gradient(grad, ctx.form.place), None, None, None
+
+
+_apply_whole = apply_of(_WholeOfPart)
 
 
 class _PartOfWhole(Function):

@@ -1,0 +1,14 @@
+"""The host's work for a block stays within its budget of Python calls."""
+
+from pathlib import Path
+
+
+def test_calls_of_python_functions(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import host
+
+    plain = host.counted(host.runs()["plain"])
+    for name, budget in host.BUDGETS.items():
+        counts = host.counted(host.runs()[name])
+        assert counts.forward > plain.forward  # it counts
+        assert all(made <= most for made, most in zip(counts, budget)), (name, counts, budget)
