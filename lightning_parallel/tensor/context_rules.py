@@ -132,11 +132,16 @@ def _own_rows(results: Any, query: Tensor) -> Any:
 
 
 def _product_of(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs or min(each.dim() for each in args) < 2:
+    if len(args) != 2 or kwargs:
         return _on_full(func, args, kwargs)
     if name == "__rmatmul__":
         args = (args[1], args[0])
     left, right = args
+    # A vector is a row on the left, and a column on the right.
+    if left.dim() == 1:
+        return torch.matmul(left.unsqueeze(0), right).squeeze(-2 if right.dim() > 1 else 0)
+    if right.dim() == 1:
+        return torch.matmul(left, right.unsqueeze(-1)).squeeze(-1)
     mine, theirs = _part_and_place(left), _part_and_place(right)
     if mine is not None and theirs is not None and mine[1] == -1 and theirs[1] == -2 and mine[2].is_like(theirs[2]):
         # Sums over positions: each rank sums over its own.
@@ -403,7 +408,7 @@ def _additive_mask(mask: Tensor | None, padding: Tensor | None, q: Tensor, heads
 POSITION_RULES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": _attended,
     "multi_head_attention_forward": _multi_head,
-    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "bmm", "mm"), _product_of),
+    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv"), _product_of),
     **dict.fromkeys(("addmm", "baddbmm"), _added_product),
     "einsum": _einsum,
     **dict.fromkeys(("cross_entropy", "nll_loss"), _class_loss),

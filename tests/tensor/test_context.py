@@ -106,6 +106,19 @@ FUNCTIONS = {
     "keys of a short encoder": lambda x, w: F.scaled_dot_product_attention(
         _heads(x @ w), w.expand(B, 2, E, E)[..., :3], w.expand(B, 2, E, E)[..., 3:]
     ),
+    "products with vectors": lambda x, w: (
+        (x @ w[0]).unsqueeze(-1) + (w[1] @ x.mT).unsqueeze(-1) + torch.mv(x.view(-1, E), w[2]).view(B, -1, 1)
+    ),
+    "product of two vectors": lambda x, w: (x @ w)[0, :, 0] @ x[1, :, 1] + torch.mv(x[0].mT, (x @ w)[1, :, 2]),
+    "linear to one feature": lambda x, w: F.linear(x, w[0], w[1, 0]).tanh(),
+    "sum over positions with a vector": lambda x, w: (_ramp(x) @ (x @ w)) + torch.mv(x[0].mT, _ramp(x)),
+    "dot and inner": lambda x, w: torch.dot((x @ w)[0, :, 0], x[1, :, 1]) + torch.inner(x, w[0]).sin(),
+    "addmv and addr": lambda x, w: torch.addmv(x[0, :, 0], x[1], w[0], beta=0.5).outer(w[1]).addr(x[0, :, 1], w[2]),
+    "baddbmm and addbmm": lambda x, w: (
+        torch.baddbmm(x, x, w.expand(B, E, E), alpha=2) + torch.addbmm(x[0], x, w.expand(B, E, E))
+    ),
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1) + torch.tensordot(x, x @ w, ([0, 1], [0, 1])).sum(0),
+    "bilinear": lambda x, w: F.bilinear(x, x @ w, w.expand(3, E, E), w[0, :3]),
     "linear attention": lambda x, w: (x @ w) @ ((x.sin() @ w).transpose(1, 2) @ x),
     "einsum": lambda x, w: torch.einsum(
         "bhqk,bkhd->bqhd",
@@ -165,7 +178,8 @@ GATHERING = {
     "scores by keyword",
     "take along positions",
 }
-GATHERING |= {"heads in a module", "heads in a module, positions first", "softmax over positions"}
+GATHERING |= {"heads in a module", "heads in a module, positions first", "sum over positions with a vector"}
+GATHERING |= {"dot and inner", "addmv and addr", "baddbmm and addbmm", "tensordot", "bilinear"}
 GATHERING |= {"cumulative sum", "convolution", "windows", "diagonal by einsum", "complex sum over positions"}
 GATHERING |= {"in place in a view", "complex rotation in place", "flex_attention"}
 
