@@ -107,6 +107,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="samples of an optimizer step on all replicas together (default: replicas x loader batch)",
     )
+    model.add_argument(
+        "--tiled",
+        choices=["off", "auto"],
+        default="off",
+        help="plan with the loss and MLPs in tiles of positions (default: %(default)s)",
+    )
     cluster = parser.add_argument_group("the devices")
     cluster.add_argument(
         "--devices", type=int, help="devices of all nodes together (default: the number in the project)"

@@ -55,6 +55,7 @@ def run_plan(options: argparse.Namespace) -> int:
             ),
             sequence_parallel=options.sequence_parallel,
             layers=options.layers,
+            tiled=options.tiled,
             larger_batches=True,
         )
     finally:

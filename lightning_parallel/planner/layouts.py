@@ -126,6 +126,7 @@ class Layout:
             reduce no full gradients.
         refusal: Reason why the layout cannot run; empty if it can.
         warnings: Common rules that the layout breaks.
+        tiled: Whether the loss and MLPs run in tiles; see `HybridParallelStrategy`.
     """
 
     mesh: Mesh
@@ -146,6 +147,7 @@ class Layout:
     compressed_reduction_s: float | None = None
     refusal: str = ""
     warnings: tuple[str, ...] = ()
+    tiled: str = "off"
 
     @property
     def samples_per_s(self) -> float:
@@ -454,6 +456,7 @@ class LayoutSearch:
             memories,
             step,
             self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated, zero_stage),
+            tiled=self.rehearsal.tiled,
         )
         if _alike(mesh) > 1 and zero_stage < 2:
             compressed_s = crowd * max(self._compressed_s(mesh, one, busy_s / 2, zero_stage) for one in held)
@@ -579,16 +582,18 @@ class LayoutSearch:
         """Return the first `zero_stage` that fits, or else the last, and the bytes of each rank."""
         logits = stages[-1].activation_bytes - epilogue.activation_bytes
         without_logits = [*stages[:-1], replace(stages[-1], activation_bytes=logits)]
+        last = schedule.stage_ranks[-1]
 
         def memory(rank: int, zero_stage: int) -> RankMemory:
             row = schedule.rows[rank]
             layers = Cost.peak_activation_bytes(row, without_logits)
+            of_weight = self.rehearsal.head_gradient_bytes(mesh.tensor_parallel) if rank == last else 0.0
             return RankMemory.of(
                 held[rank],
                 self.copies,
                 accumulates=schedule.num_microbatches > 1 or accumulated > 1,
                 activations=layers,
-                logits=Cost.peak_activation_bytes(row, stages) - layers,
+                logits=Cost.peak_activation_bytes(row, stages) - layers + of_weight,
                 host_activations=peak_activation_bytes(row, [stage.host_bytes for stage in stages]),
                 replicas=_alike(mesh),
                 zero_stage=zero_stage,

@@ -114,7 +114,7 @@ def _is_plain(layout: Layout) -> bool:
     """Return whether Lightning's DDP runs the layout."""
     mesh = layout.mesh
     is_ddp = mesh.data_parallel == mesh.world_size > 1
-    return is_ddp and not layout.zero_stage and layout.recomputation == "off"
+    return is_ddp and not layout.zero_stage and layout.recomputation == layout.tiled == "off"
 
 
 def _option(layout: Layout) -> str:
@@ -221,6 +221,8 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
         arguments["zero_stage"] = layout.zero_stage
     if layout.recomputation != "off":
         arguments["activation_checkpointing"] = layout.recomputation
+    if layout.tiled != "off":
+        arguments["tiled"] = layout.tiled
     return arguments
 
 
@@ -238,7 +240,7 @@ def layout_yaml(plan: LayoutPlan, layout: Layout) -> str:
         lines.append(f"  accumulate_grad_batches: {layout.accumulated}")
     per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
     loads = f"# each of the {layout.mesh.data_parallel} replicas gets batches of {per_replica}"
-    if layout.mesh.world_size == 1 and layout.recomputation == "off":
+    if layout.mesh.world_size == 1 and layout.recomputation == layout.tiled == "off":
         return "\n".join([*lines, "  strategy: auto"])
     if _is_plain(layout):
         return "\n".join([*lines, "  strategy: ddp", loads])

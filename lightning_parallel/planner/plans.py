@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -133,6 +133,7 @@ def plan(
     sequence_parallel: bool = False,
     layers: str = "auto",
     measured: bool | None = None,
+    tiled: Literal["auto", "off"] = "off",
     recomputations: Sequence[str | int] = OPTIONS,
     **search: Any,
 ) -> LayoutPlan:
@@ -147,7 +148,7 @@ def plan(
         optimizers: The optimizers; by default from `configure_optimizers`, or Adam if that method fails.
         global_batch: Samples of an optimizer step; None means `accumulated` batches of each loader.
         accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
-        tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
+        tensor_plan, sequence_parallel, layers, tiled: See `HybridParallelStrategy`.
         measured: Whether to run parts of the model here. None runs small parts on a cluster of processors like this.
         recomputations: Values of `activation_checkpointing` to try, by rising time, until a layout fits.
         search: Further arguments of `LayoutSearch`.
@@ -158,7 +159,13 @@ def plan(
     _check_numbers(global_batch, accumulated)
     if layers != "auto":
         LayerStack.at(module, layers)
-    options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}
+    options: dict[str, Any] = {
+        "step": step,
+        "precision": precision,
+        "plan": tensor_plan,
+        "layers": layers,
+        "tiled": tiled,
+    }
     rehearsal = Rehearsal(module, batch, cluster, sequence_parallel=sequence_parallel, **options)
     _check_step(rehearsal, module)
     rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured

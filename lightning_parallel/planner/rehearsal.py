@@ -34,6 +34,7 @@ from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.context_costs import PHASES, AttentionCosts, AttentionSizes, AttentionWork, ContextAxis
 from lightning_parallel.planner.hardware import Cluster, clock_here
 from lightning_parallel.planner.roofline import Roofline
+from lightning_parallel.planner.tile_costs import HeadBytes, tile_for_plan
 from lightning_parallel.step_trace.record import StepTrace, record_step
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Plan, Sharding, UserPlan, apply_plan
@@ -103,6 +104,12 @@ class PartCosts:
             share: The part of that batch in a microbatch, of all ranks of the axis together.
         """
         return replace(self, compute=axis.held(self.compute, attention, share), context=axis.messages(attention, share))
+
+    def with_end(self, most_bytes: float) -> PartCosts:
+        """Return the costs with at most so many bytes in the epilogue."""
+        end = self.compute.epilogue
+        end = replace(end, activation_bytes=min(end.activation_bytes, most_bytes))
+        return replace(self, compute=replace(self.compute, epilogue=end))
 
     def scaled(self, factor: float) -> PartCosts:
         """Return the costs of a microbatch `factor` times as large."""
@@ -193,6 +200,7 @@ class Rehearsal:
         plan, sequence_parallel: See `TensorParallelStrategy`.
         layers: See `PipelineParallelStrategy`.
         measured: Whether the parts run for real on this machine's processor.
+        tiled: See `HybridParallelStrategy`.
 
     Attributes:
         has_guessed: Whether the step asked for the value of a tensor without data; see `Roofline`.
@@ -210,6 +218,7 @@ class Rehearsal:
         sequence_parallel: bool = False,
         layers: str = "auto",
         measured: bool = False,
+        tiled: Literal["auto", "off"] = "off",
     ) -> None:
         if precision not in PRECISIONS:
             raise ValueError(f"`precision` must be one of {', '.join(PRECISIONS)}; got {precision!r}")
@@ -218,12 +227,14 @@ class Rehearsal:
         self.cluster = cluster
         self.precision: PrecisionName = precision
         self.measured = measured
+        self.tiled = tiled
         self.has_guessed = False
         self._step = step or training_step
         self._plan: UserPlan = plan
         self._sequence_parallel = sequence_parallel
         self._layers = layers
         self._divided: dict[int, Divided | ValueError] = {}
+        self._heads: dict[int, HeadBytes] = {}
         self._trace: StepTrace | None = None
         self._costs: dict[tuple[int, int, str | int], PartCosts] = {}
         self._attention: dict[tuple[int, str | int], AttentionCosts] = {}
@@ -250,6 +261,8 @@ class Rehearsal:
         if found is None:
             try:
                 found = self._divide(tensor)
+                if self.tiled == "auto":
+                    self._heads[tensor] = tile_for_plan(found.module, self._trace)
             except ValueError as error:
                 # Kept as well: the search asks for each number of ranks many times.
                 found = error
@@ -327,6 +340,9 @@ class Rehearsal:
         if key not in self._costs:
             found = PartCosts.of(self.count("seconds", tensor, microbatches, recomputation))
             stack = self.divided(tensor).stack
+            head = self._heads.get(tensor)
+            if head is not None and head.of_positions is not None:
+                found = found.with_end(head.of_positions)
             self._costs[key] = found if stack is None else found.in_runs(stack.blocks)
         return self._costs[key]
 
@@ -349,6 +365,11 @@ class Rehearsal:
             costs = costs if stack is None else [each.in_runs(stack.blocks) for each in costs]
             self._attention[key] = AttentionCosts(tuple(costs), self._attended)
         return self._attention[key]
+
+    def head_gradient_bytes(self, tensor: int) -> float:
+        """Return the bytes of the gradient of the head's weight that a loss in tiles holds from forward on."""
+        head = self._heads.get(tensor)
+        return 0.0 if head is None else head.of_weight
 
     def forget(self) -> None:
         """Drop the costs, so that the next call of `costs` measures again."""

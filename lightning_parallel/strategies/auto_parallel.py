@@ -223,6 +223,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     sequence_parallel=self.tensor_options.sequence_parallel,
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
                     zero_stages=self._zero_stages(module),
+                    tiled=self.tiled,
                     offloads=self.steps_on_host,
                     offloads_inputs="activations" in self.cpu_offload,
                     recomputations=OPTIONS if checkpointing == "auto" else (checkpointing,),

@@ -28,10 +28,11 @@ from lightning_parallel.compat.torch import (
     parameters_of,
 )
 from lightning_parallel.tensor.context import Positions
+from lightning_parallel.tensor.layers import ColumnLinear, RowLinear
 from lightning_parallel.tensor.pieces import Piece, piece_with
 from lightning_parallel.tensor.tiles import Tiling, tiling_of, wide_zeros
 
-__all__ = ["TiledModule"]
+__all__ = ["TiledModule", "gathers_sequence", "width_here"]
 
 Run = Callable[[Tensor], Tensor]
 
@@ -107,6 +108,23 @@ class TiledModule:
     def tiling(self, x: Tensor) -> Tiling:
         """Return the tiles for an input (samples, positions, features)."""
         return tiling_of(x.shape[0] * x.shape[1], x.shape[2], self._width, x.element_size())
+
+
+def gathers_sequence(module: nn.Module) -> bool:
+    """Return whether layers of a module gather hidden states that are sharded along the sequence."""
+    return any(isinstance(each, RowLinear) and each.lengths is not None for each in module.modules())
+
+
+def width_here(module: nn.Module, width: int) -> int:
+    """Return the features of the largest inner tensor on this rank: a sharded layer makes some of them.
+
+    Args:
+        module: The module, divided.
+        width: The features on all ranks.
+    """
+    shards = [child for child in module.modules() if isinstance(child, ColumnLinear) and not child.gather_output]
+    full = {child.feature_rule.full_size: max(child.feature_rule.sizes) for child in shards}
+    return full.get(width, width)
 
 
 class _Tiles(Function):

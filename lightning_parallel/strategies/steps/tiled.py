@@ -15,10 +15,9 @@ from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import CALLS, AroundCalls
 from lightning_parallel.step_trace.record import StepTrace
 from lightning_parallel.tensor.head import HeadLinear
-from lightning_parallel.tensor.layers import ColumnLinear, RowLinear
 from lightning_parallel.tensor.tile_plan import TilePlan, find_tiles
 from lightning_parallel.tensor.tiled_logits import TiledHead
-from lightning_parallel.tensor.tiled_modules import TiledModule
+from lightning_parallel.tensor.tiled_modules import TiledModule, gathers_sequence, width_here
 
 __all__ = ["plan_tiles", "tile_modules"]
 
@@ -67,18 +66,11 @@ def tile_modules(module: nn.Module, is_on: bool) -> None:
         child = module.get_submodule(path)
         if isinstance(vars(child).get(CALLS), AroundCalls):
             whole[path] = "backward computes the whole layer again"
-        elif any(isinstance(each, RowLinear) and each.lengths is not None for each in child.modules()):
+        elif gathers_sequence(child):
             whole[path] = "its layers gather the sequence (`sequence_parallel`)"
         elif next(child.parameters(), None) is not None:
-            vars(child)[CALLS] = AroundCalls(child, TiledModule(path, child, _width_here(child, width)))
+            vars(child)[CALLS] = AroundCalls(child, TiledModule(path, child, width_here(child, width)))
     _tell_tiles(plan, whole)
-
-
-def _width_here(module: nn.Module, width: int) -> int:
-    """Return the features of the largest inner tensor on this rank: a sharded layer makes some of them."""
-    shards = [child for child in module.modules() if isinstance(child, ColumnLinear) and not child.gather_output]
-    full = {child.feature_rule.full_size: max(child.feature_rule.sizes) for child in shards}
-    return full.get(width, width)
 
 
 def _tell_tiles(plan: TilePlan, whole: Mapping[str, str]) -> None:
