@@ -353,6 +353,7 @@ class _Cast(Decision):
         self._func, self._family, self._place = call.own_func, call.family, call.piece.place
         # The part of a transposed tensor may be contiguous already.
         self._keeps = call.name != "contiguous" or call.piece.is_contiguous()
+        self._form: Form | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, family = args[0]._part, self._family
@@ -363,7 +364,10 @@ class _Cast(Decision):
             return args[0]
         if not (own.is_floating_point() or own.is_complex()) or own.device != before.device:
             return None
-        return piece_with(own, self._place, family.rounded() if _loses_digits(before, own.dtype) else family)
+        if own.dtype is not before.dtype:
+            return piece_with(own, self._place, family.rounded() if _loses_digits(before, own.dtype) else family)
+        form = self._form = self._form or Form.of_part(own, self._place, family)
+        return piece_with(own, self._place, family, False, None, form)
 
 
 def _loses_digits(part: Tensor, dtype: torch.dtype) -> bool:
@@ -403,7 +407,8 @@ class _Reshaped(Decision):
         part = piece._part
         own = part.reshape(self._sizes) if type(part) is Tensor else run_on_logits(Tensor.reshape, part, self._sizes)
         if not self._is_view:
-            return piece_with(own, self._place, self._family, is_alias=True)
+            self._form = self._form or Form.of_part(own, self._place, self._family)
+            return piece_with(own, self._place, self._family, True, None, self._form)
         with DisableTorchFunctionSubclass():
             view: Any = piece.view(self._shape).keep(own, self._place, True, self._family, self._form)
         self._form = view._form or view.form

@@ -91,6 +91,8 @@ _UNREAD = {
     *(_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default),
     *(_aten.view_as_complex.default, _aten.view_as_real.default),
 }
+# The hash of an operator is Python code; torch keeps its operators.
+_UNREAD_IDS = {id(each) for each in _UNREAD}
 # These functions make a tensor with other values.
 _FACTORIES = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"}
 _FACTORIES |= {"full_like"}
@@ -559,7 +561,7 @@ class Piece(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # A view needs no data, so it must not cause the gather.
-        if func in _UNREAD:
+        if id(func) in _UNREAD_IDS:
             return _unread(func, args[0], args[1:], kwargs)
         is_view = func.is_view and func is not _aten.alias.default and isinstance(args[0], Piece)
         if is_view and args[0]._data.has_home:
