@@ -49,7 +49,7 @@ class Counts(NamedTuple):
 
 
 # At most.
-BUDGETS = {"positions": Counts(545, 205), "tensor": Counts(700, 105)}
+BUDGETS = {"positions": Counts(470, 82), "tensor": Counts(700, 105)}
 
 
 class Block(nn.Module):

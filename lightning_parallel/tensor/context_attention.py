@@ -206,10 +206,19 @@ def _turns_of(mask: Tensor, work: _Work) -> Turns:
 # -------------------------------------------------------------------------------------------------------------- gather
 
 
+_FEW_SCORES = 1 << 16  # of a head
+
+
 def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> Tensor:
     """Gather keys and values, and compute the rows of this rank."""
     k, v = _gathered(k, v, work.columns, work.group)
     mask, own = work.mask, work.rows.ranges[work.group.rank]
+    # Equal on all ranks, so that the graph of a loss has the same operations.
+    sizes, columns = work.rows.sizes, work.columns.full_size
+    if work.is_causal and not work.dropout and min(sizes) > 0 and max(sizes) * columns <= _FEW_SCORES:
+        # One kernel with a mask: the tiles below take many small kernels, which cost more on the host.
+        held = torch.cat([torch.arange(*each, device=q.device) for each in own])
+        return _kernel(q, k, v, held[:, None] >= torch.arange(columns, device=q.device), False, work.scale)
     if work.is_causal and not work.dropout:
         # In full tiles and squares on the diagonal: a mask would have as many elements as the scores.
         turns = causal_turns((own,), (((0, work.columns.full_size),),), is_causal=True)
