@@ -2,7 +2,8 @@
 
 In turn t rank r holds the block of rank r - t. It sends the block on, computes, and merges the result into its rows
 (`tensor.attention_tiles`). In backward the blocks travel again. The gradients of a block follow it one turn later, and
-return to its owner from the last rank that needs the block:
+return to its owner from the last rank that needs the block. Half of the own block is computed at the end, beside the
+last gradients:
 
     turn        0           1                 2
     rank 1      block 1     block 0           block 3        keys and values
@@ -191,7 +192,7 @@ class _Ring(Function):
                 trip = _Trip(torch.cat([k, v], -1), turns, _past_gate(group))
                 for turn in range(trip.turns):
                     owner, block = trip.start(turn)  # before the computation, which hides the messages
-                    for part in _inputs_of(q, block, mask, owner, turns, group):
+                    for part in _inputs_of(q, block, mask, turns.tiles[group.rank][owner]):
                         kernel = part.q, part.k, part.v, part.tile.kind, part.mask, scale
                         result.merge_(part.rows, tile_attention(*kernel))
                     trip.wait()
@@ -230,21 +231,31 @@ def _ring_gradients(
     group = _past_gate(group)
     trip = _Trip(torch.cat([k, v], -1), turns, group)
     home = _HomeTrip(turns, group)
+
+    def add(tiles: Sequence[Tile], block: Tensor | None, added: Tensor) -> None:
+        for part in _inputs_of(q, block, mask, tiles):
+            rows = Partial(*(x[:, :, part.rows] for x in whole))
+            kernel = part.q, part.k, part.v, part.tile.kind, part.mask, scale, rows, needs_mask
+            found = tile_gradients(grad[:, :, part.rows], *kernel)
+            grad_q[:, :, part.rows] += found.q
+            added[:, :, part.columns] += torch.cat([found.k, found.v], -1)
+            if grad_mask is not None and found.mask is not None and part.tile.seen is not None:
+                seen = _seen(grad_mask, part.tile.seen)
+                seen += found.mask.sum_to_size(seen.shape)
+
+    # The gradients of the own block do not travel. Half of it hides the first keys, and the rest the last gradients.
+    mine = turns.tiles[group.rank]
+    first, last = _halves(mine[group.rank]) if trip.turns > 1 else (mine[group.rank], ())
+    own_added = torch.zeros((*k.shape[:3], trip.width), dtype=high, device=k.device)
     with _own_precision(q):
         for turn in range(trip.turns):
             owner, block = trip.start(turn)
-            added = torch.zeros((*k.shape[:2], turns.lengths[owner], trip.width), dtype=high, device=k.device)
-            for part in _inputs_of(q, block, mask, owner, turns, group):
-                rows = Partial(*(x[:, :, part.rows] for x in whole))
-                kernel = part.q, part.k, part.v, part.tile.kind, part.mask, scale, rows, needs_mask
-                found = tile_gradients(grad[:, :, part.rows], *kernel)
-                grad_q[:, :, part.rows] += found.q
-                added[:, :, part.columns] += torch.cat([found.k, found.v], -1)
-                if grad_mask is not None and found.mask is not None and part.tile.seen is not None:
-                    seen = _seen(grad_mask, part.tile.seen)
-                    seen += found.mask.sum_to_size(seen.shape)
+            shape = (*k.shape[:2], turns.lengths[owner], trip.width)
+            added = own_added if turn == 0 else own_added.new_zeros(shape)
+            add(mine[owner] if turn else first, block, added)
             home.send(turn, owner, added)
             trip.wait()
+        add(last, trip.own, own_added)
         grad_k, grad_v = home.wait().to(k.dtype).split([k.shape[-1], v.shape[-1]], -1)
     grad_mask = grad_mask.to(mask.dtype) if grad_mask is not None and mask is not None else None
     return grad_q.to(q.dtype), grad_k, grad_v, grad_mask
@@ -276,11 +287,9 @@ class _TileInputs:
     mask: Tensor | None
 
 
-def _inputs_of(
-    q: Tensor, block: Tensor | None, mask: Tensor | None, owner: int, turns: Turns, group: Group
-) -> Iterator[_TileInputs]:
-    """Yield the tiles that this rank computes from the block of `owner`, (B, H_kv, S_r, E + E_v)."""
-    for tile in turns.tiles[group.rank][owner]:
+def _inputs_of(q: Tensor, block: Tensor | None, mask: Tensor | None, tiles: Sequence[Tile]) -> Iterator[_TileInputs]:
+    """Yield the tensors of tiles of a block (B, H_kv, S_r, E + E_v)."""
+    for tile in tiles:
         assert block is not None  # the block travels to each rank that has tiles of it
         rows, columns = slice(*tile.rows), slice(*tile.columns)
         k, v = block[:, :, columns].tensor_split([q.shape[-1]], -1)
@@ -294,6 +303,21 @@ def _seen(mask: Tensor, seen: tuple[Range, Range]) -> Tensor:
         if mask.shape[dim] > 1:
             mask = mask.narrow(dim, start, stop - start)
     return mask
+
+
+def _halves(tiles: Sequence[Tile]) -> tuple[Sequence[Tile], Sequence[Tile]]:
+    """Cut the tiles of a block into two groups with about equally many scores, if their kind allows it."""
+    if len(tiles) != 1:
+        return tiles[: len(tiles) // 2], tiles[len(tiles) // 2 :]
+    ((top, bottom), (left, right), kind, _) = tiles[0]
+    row, column = (top + bottom) // 2, (left + right) // 2
+    if kind == "masked" or not (top < row and left < column):
+        return tiles, ()
+    if kind == "full":
+        return [Tile((top, bottom), (left, column), kind)], [Tile((top, bottom), (column, right), kind)]
+    # Two half diagonals have as many scores as the square below them.
+    diagonals = [Tile((top, row), (left, column), kind), Tile((row, bottom), (column, right), kind)]
+    return diagonals, [Tile((row, bottom), (left, column), "full")]
 
 
 # -------------------------------------------------------------------------------------------------------------- travel
@@ -313,6 +337,7 @@ class _Trip:
     Attributes:
         turns: Number of turns until no rank needs another block.
         width: E + E_v.
+        own: This rank's block.
     """
 
     def __init__(self, own: Tensor, turns: Turns, group: Group) -> None:
@@ -320,7 +345,7 @@ class _Trip:
         self.width = own.shape[-1]
         self._plan = turns
         self._group = group
-        self._own = own
+        self.own = own
         self._block: Tensor | None = own
         self._next: Tensor | None = None
         self._pending: comm.Pending | None = None
@@ -339,8 +364,8 @@ class _Trip:
             sent = [(self._block, (me + 1) % ranks)]
         self._next = None
         if hops[coming] > turn:
-            shape = (*self._own.shape[:2], self._plan.lengths[coming], self.width)
-            self._next = self._own.new_empty(shape)
+            shape = (*self.own.shape[:2], self._plan.lengths[coming], self.width)
+            self._next = self.own.new_empty(shape)
             received = [(self._next, (me - 1) % ranks)]
         self._pending = comm.exchange(sent, received, self._group, _KEYS_TAG) if sent or received else None
         return owner, self._block
