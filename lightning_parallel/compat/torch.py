@@ -54,7 +54,7 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 
-# Hooks around the steps of all optimizers: they can be added in public, but not run at another time.
+# Hooks of all modules and of all optimizers: they can be added in public, but neither listed nor run at another time.
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import _named_member_accessor
@@ -512,9 +512,9 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a function with those that torch does not pass on to classes of tensors.
+    """Return the keyword arguments of a call, with the `weight` that torch drops for subclasses of `Tensor`.
 
-    `F.l1_loss` loses its `weight` (torch 2.6 to 2.13), which only the frame of the call still has.
+    `F.l1_loss` drops it (seen in torch 2.13). Only the frame of the call still has it.
     """
     if func is not F.l1_loss or "weight" in kwargs:
         return kwargs

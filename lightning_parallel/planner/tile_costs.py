@@ -1,7 +1,7 @@
 """The costs of MLPs and of a head with its loss that run in tiles (`tiled="auto"`).
 
-An MLP keeps its input in the rehearsal, and backward runs it again, as it does in tiles. The head runs whole, because a
-loss in tiles needs values. Its time is nearly the same, and these bytes replace those that it keeps:
+In the rehearsal, an MLP keeps its input, and backward runs the MLP again, as with tiles. The head runs whole, because a
+loss in tiles needs values. Both take nearly the same time. These bytes replace the bytes of the whole head:
 
     N E   hidden states: the head's input, its gradient, and the input of the norm before it, in fp32
     C E   the gradient of the weight, in fp32, which forward computes

@@ -347,7 +347,7 @@ class Piece(Tensor):
     _part: Tensor | None
     _unchanged: int
     _is_alias: bool
-    # The data, or what they are made of at the first read: a part, or a view of another piece.
+    # The data; before the first read, their source: a part, or a view of another piece.
     _made: _Data | None
     _source: Any
     _inside: Any
@@ -602,7 +602,7 @@ class Form:
         place: The sharded dimension; -1 if it has no part.
         shape: The shape of the full tensor.
         strides: Its strides; None if it is contiguous.
-        dtype, device: Those of the full tensor.
+        dtype, device: Type and device of the full tensor.
         part_shape: The shape of this rank's part.
     """
 

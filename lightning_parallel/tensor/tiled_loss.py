@@ -276,7 +276,7 @@ class _TileWork:
 
 @dataclass(frozen=True)
 class _Sums:
-    """The gradients of the rows, and those of weight and bias, summed over tiles."""
+    """The gradients of rows, weight and bias; the tiles add to the last two."""
 
     of_rows: Tensor | None
     of_weight: Tensor | None

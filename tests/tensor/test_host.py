@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+import torch
 
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the budgets count torch's own calls too")
 def test_calls_of_python_functions(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     import host
