@@ -369,8 +369,11 @@ def _issue(
     """
     # On the host a handle is needed also without `async_op`, because the host records waits. On a GPU, a collective
     # without a handle runs on the stream that computes, without events in between.
-    has_handle = async_op or moved.device.type == "cpu"
-    pending = _pending(op, group, moved, result).launch(lambda: start(has_handle), between_hosts)
+    is_on_host = moved.device.type == "cpu"
+    on_device = not is_on_host and "nccl" in group.backend
+    # Each sharded layer of a step comes here, so the way makes few calls.
+    pending = Pending(op, group, moved.numel() * moved.element_size(), moved.dtype, result, on_device=on_device)
+    pending.launch(partial(start, async_op or is_on_host), between_hosts)
     return pending if async_op else pending.wait()
 
 

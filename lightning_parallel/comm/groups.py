@@ -68,8 +68,9 @@ class Group:
         """This group without its gate, for messages that the ranks send after all of them have passed the gate."""
         return self if self.gate is None else replace(self, gate=None)
 
-    @property
+    @cached_property
     def size(self) -> int:
+        # Cached: each call of a sharded layer reads it.
         return len(self.ranks)
 
     @cached_property

@@ -127,7 +127,11 @@ def put_off(parameter: Tensor | None, compute: Callable[[], Tensor], *reads: Ten
 def parameters_among(*tensors: Tensor | None) -> tuple[nn.Parameter | None, ...]:
     """Return the parameters among `tensors`, which a forward keeps for `put_off`; None for any other tensor."""
     # Unpacking hooks return saved tensors as other objects, so only forward can tell which tensors are parameters.
-    return tuple(tensor if isinstance(tensor, nn.Parameter) else None for tensor in tensors)
+    for tensor in tensors:
+        # By the class: `isinstance` asks a method of the class for any other.
+        if type(tensor) is not nn.Parameter:
+            return tuple(tensor if isinstance(tensor, nn.Parameter) else None for tensor in tensors)
+    return tensors  # type: ignore[return-value]
 
 
 def shared_parameters(module: nn.Module) -> frozenset[int]:

@@ -35,6 +35,9 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _EnableTorchFunction as EnableTorchFunction
 
+# The number of dispatch modes that see operators now.
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
+
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
 from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 
@@ -165,6 +168,7 @@ __all__ = [
     "random_values",
     "position_in_graph",
     "parameters_of",
+    "num_dispatch_modes",
     "pytree",
     "remove_ddp_hooks",
     "schema_of",
@@ -250,13 +254,9 @@ BUFFERS = "_buffers"
 MODULES = "_modules"
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that belong to the module itself, by name, to read or replace.
-
-    `named_parameters` leaves out None and repeated entries. Setting an attribute would run the `__setattr__` of the
-    module's class.
-    """
-    return module._parameters
+# Returns the parameters that belong to a module itself, by name, to read or replace. `named_parameters` leaves out None
+# and repeated entries. Setting an attribute would run the `__setattr__` of the module's class.
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
 
 def copy_of(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:

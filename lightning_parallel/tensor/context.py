@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel.comm import Group
@@ -404,18 +404,21 @@ def split_input(split: PositionSplit, block: str, dim: int, arguments: Any, is_n
     return pytree.tree_map(lambda leaf: part if leaf is hidden else leaf, arguments)
 
 
-def on_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the forward of a linear layer, which computes each position by itself, to run on the own positions."""
+def on_positions(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor | None:
+    """Run a linear layer, which computes each position by itself, on the own positions of its input.
 
-    @wraps(forward)
-    def run(module: nn.Module, input: Tensor) -> Any:
-        x = whole_input(input)
-        if not isinstance(x, Piece) or not isinstance(x.family, Positions):
-            return forward(module, input)
-        own = None if x.place == x.dim() - 1 else x.valid_part
-        return forward(module, x.whole()) if own is None else piece_with(forward(module, own), x.place, x.family)
+    Args:
+        forward: Runs the layer.
+        input: Its input.
 
-    return run
+    Returns:
+        The output; None if the input is not split along positions.
+    """
+    x = whole_input(input)
+    if not isinstance(x, Piece) or not isinstance(x.family, Positions):
+        return None
+    own = None if x.place == x.dim() - 1 else x.valid_part
+    return forward(x.whole()) if own is None else piece_with(forward(own), x.place, x.family)
 
 
 def _count_of(sizes: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -345,20 +346,15 @@ class ColumnLinear(_ParallelLinear):
     gather_output: bool
     inputs: SharedInputs
 
-    @torch.compiler.disable  # the collectives cannot be traced into a graph
-    @on_positions
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
-        x, inputs = whole_input(input), self.inputs
-        lengths = inputs.lengths
-        # A layer that knows the lengths gathers by itself. Any other layer needs the full tensor now.
-        part = x.part if isinstance(x, Piece) and x.family.in_region else None
-        if part is not None and lengths is not None and lengths.takes(x.place, part):
-            x = part
-        else:
-            x = x.whole() if isinstance(x, Piece) else x
-            if self.in_sublayer:  # a full tensor here comes from code that gathered all positions
-                inputs = shared_inputs(self.group, None)
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_graph(self, input)
+        if type(input) is not Tensor and (split := on_positions(self.forward, input)) is not None:
+            return split
+        x, inputs = input, self.inputs
+        if type(input) is not Tensor or self.in_sublayer:
+            x, inputs = self._entered(input)
         # In a step, the weight reads as the full one, but this layer computes with the shard.
         with on_shards(x, self):
             weight, bias = self.own_parameters()
@@ -366,14 +362,30 @@ class ColumnLinear(_ParallelLinear):
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
-            parts = tuple(self.feature_rule.local_size(rank) for rank in range(self.group.size))
-            self.region.open(y.device, DividedExtent(tuple(y.shape), y.dim() - 1, parts, x.shape[-1]))
+            self.region.open(y.device, partial(_features_drawn, y.shape, self.feature_rule.sizes, x.shape[-1]))
         return y
+
+    def _entered(self, input: Tensor) -> tuple[Tensor, SharedInputs]:
+        """Return the tensor to compute on, and the inputs among which it counts."""
+        x, inputs = whole_input(input), self.inputs
+        lengths = inputs.lengths
+        # A layer that knows the lengths gathers by itself. Any other layer needs the full tensor now.
+        part = x.part if isinstance(x, Piece) and x.family.in_region else None
+        if part is not None and lengths is not None and lengths.takes(x.place, part):
+            return part, inputs
+        # A full tensor inside a sublayer comes from code that gathered all positions.
+        whole = x.whole() if isinstance(x, Piece) else x
+        return whole, shared_inputs(self.group, None) if self.in_sublayer else inputs
 
     def own_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's part of weight and bias; call it inside `on_shards`."""
-        weight = _own_part(self.weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
-        return weight, None if self.bias is None else _own_part(self.bias, self.feature_rule.along(0), self.group)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if type(weight) is not nn.Parameter:
+            weight = _own_part(weight, self.feature_rule.along(1 if self.transposed else 0), self.group)
+        if bias is not None and type(bias) is not nn.Parameter:
+            bias = _own_part(bias, self.feature_rule.along(0), self.group)
+        return weight, bias
 
     @property
     def region_end(self) -> Literal["opens"] | None:
@@ -391,13 +403,15 @@ class RowLinear(_ParallelLinear):
     split_input: bool
     lengths: SequenceLengths | None
 
-    @torch.compiler.disable  # the collectives cannot be traced into a graph
-    @on_positions
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
+        if torch.compiler.is_dynamo_compiling():
+            return _outside_of_graph(self, input)
+        if type(input) is not Tensor and (split := on_positions(self.forward, input)) is not None:
+            return split
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
-        x = input.whole() if isinstance(input, Piece) else input
+        x = input.whole() if type(input) is not Tensor and isinstance(input, Piece) else input
         lengths = self.lengths
         is_outside = lengths is not None and lengths.outside is not None
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
@@ -412,8 +426,10 @@ class RowLinear(_ParallelLinear):
                 )
             x = _split_features(x, self.feature_rule, self.group)
         with on_shards(x, self):
-            weight = _own_part(self.weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
+            weight: Tensor = self.weight
             bias: Tensor | None = self.bias
+            if type(weight) is not nn.Parameter:
+                weight = _own_part(weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
             if is_outside and bias is not None:
                 # Each rank computes all positions here, but the gradient of the bias is summed over the ranks.
                 bias = whole_from_group(bias, self.group)
@@ -479,9 +495,18 @@ class VocabEmbedding(nn.Embedding):
         return f"{super().extra_repr()}, rows=[{self.first}, {self.stop}), rank={self.group.rank}/{self.group.size}"
 
 
+@torch.compiler.disable  # the collectives cannot be traced into a graph
+def _outside_of_graph(layer: nn.Module, input: Tensor) -> Tensor:
+    return layer.forward(input)
+
+
 def on_shards(x: Tensor, layer: nn.Module) -> AbstractContextManager[Any]:
     """Compute inside the block with the shards of a layer's parameters, which read as full parameters in a step."""
-    gather_absent(list(parameters_of(layer).values()))
+    for parameter in parameters_of(layer).values():
+        # Ordinary parameters are neither absent nor read as full.
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            gather_absent(list(parameters_of(layer).values()))
+            break
     # A placeholder answers through its class.
     return DisableTorchFunctionSubclass() if type(x) is Tensor else nullcontext()
 
@@ -492,6 +517,10 @@ def _own_part(tensor: Tensor, rule: Shard, group: Group) -> Tensor:
         return tensor
     is_full = isinstance(tensor, Piece) or tensor.shape[rule.dim] == rule.full_size != rule.local_size(group.rank)
     return part_of(tensor, rule, group) if is_full else tensor
+
+
+def _features_drawn(shape: Sequence[int], parts: tuple[int, ...], whole_features: int) -> DividedExtent:
+    return DividedExtent(tuple(shape), len(shape) - 1, parts, whole_features)
 
 
 def _features(module: nn.Module, style: str) -> tuple[int, int]:

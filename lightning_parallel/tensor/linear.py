@@ -20,14 +20,21 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.comm.kept import kept, running_results
-from lightning_parallel.comm.weight_gradients import parameters_among, put_off
-from lightning_parallel.compat.torch import current_graph_task_id, version_of
+from lightning_parallel.comm.weight_gradients import parameters_among, put_off, weight_gradient_queue
+from lightning_parallel.compat.torch import (
+    apply_of,
+    current_graph_task_id,
+    transforms_active,
+    unsafe_view,
+    version_of,
+)
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
     copy_to_group,
@@ -50,7 +57,7 @@ __all__ = [
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes on `x`: autocast's dtype where autocast applies."""
     # Autocast never casts double precision.
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
@@ -70,7 +77,8 @@ def column_linear(
         transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
     """
     shared, node, gradient, part = inputs.enter(x)
-    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed, part, node)
+    apply = _ColumnLinearFunction.apply if transforms_active() else _apply_column
+    return apply(shared, weight, bias, gradient, transposed, part, node)
 
 
 def row_linear(
@@ -94,7 +102,9 @@ def row_linear(
         transposed: Whether the weight is stored as (in, out).
     """
     # Cast here: gradients of gradients need the graph of the input that the function keeps.
-    return _RowLinearFunction.apply(x.to(compute_dtype(x)), weight, bias, group, lengths, transposed)
+    apply = _RowLinearFunction.apply if transforms_active() else _apply_row
+    dtype = compute_dtype(x)
+    return apply(x if x.dtype is dtype else x.to(dtype), weight, bias, group, lengths, transposed)
 
 
 class SequenceLengths:
@@ -213,9 +223,9 @@ class SharedInputs:
         gradient is needed. The part and the node are None if backward keeps the tensor itself.
         """
         dtype = compute_dtype(x)
-        layout = self._layout(x)
+        layout = None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return kept(lambda: self._whole(x.to(dtype), layout)), None, None, None
+            return kept(lambda: self.whole(x.to(dtype), layout)), None, None, None
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
@@ -227,14 +237,12 @@ class SharedInputs:
             self._key = key
             # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
             part = None if layout is None else x.detach().to(dtype)
-            self._entry = *_ColumnInputFunction.apply(x, dtype, gradient), gradient, part
+            apply = _ColumnInputFunction.apply if transforms_active() else _apply_input
+            self._entry = *apply(x, dtype, gradient), gradient, part
         self._entry[2].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
-    def _layout(self, x: Tensor) -> tuple[int, list[int]] | None:
-        return None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
-
-    def _whole(self, x: Tensor, layout: tuple[int, list[int]] | None) -> Tensor:
+    def whole(self, x: Tensor, layout: tuple[int, list[int]] | None) -> Tensor:
         return x if layout is None else no_view(comm.all_gather(x, self.group, *layout))
 
     def _forget(self, source: object) -> None:
@@ -267,15 +275,16 @@ class _InputGradient:
         self.inputs = inputs
         self.layout = layout
         self.expected = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self.seen = 0
-        self.task = -1
+        # As after `_clear`; each column-parallel layer of a step makes such an object.
+        self.seen, self.task = 0, -1
         self.total: Tensor | None = None
         self.pending: Pending | None = None
         self.gathering: Pending | None = None
         self.gathered: Tensor | None = None
+
+    def _clear(self) -> None:
+        self.seen, self.task = 0, -1
+        self.total = self.pending = self.gathering = self.gathered = None
 
     def _begin(self) -> None:
         """Drop the rest of an earlier backward pass that did not need this gradient."""
@@ -285,7 +294,8 @@ class _InputGradient:
             for pending in (self.pending, self.gathering):
                 if pending is not None:
                     pending.wait()
-            self._clear()
+            if self.task != -1:
+                self._clear()
             self.task = task
 
     def gather(self, part: Tensor) -> None:
@@ -351,7 +361,9 @@ class _ColumnInputFunction(Function):
             shape[dim] = sum(sizes)
             whole = x.new_empty((), dtype=dtype).expand(shape)
         else:
-            whole = gradient.inputs._whole(x.to(dtype), gradient.layout)
+            whole = x if x.dtype is dtype else x.to(dtype)
+            if gradient.layout is not None:
+                whole = gradient.inputs.whole(whole, gradient.layout)
         ctx.shape = whole.shape
         node = None if gradient.layout is None else whole.new_empty(()).expand(whole.shape)
         return x.detach() if whole is x else whole, node  # shares the version of `x`, but does not keep it alive
@@ -368,7 +380,9 @@ class _ColumnInputFunction(Function):
             else:
                 total = reduce_scatter_to_group(with_graph, group, *layout)
             grad = total if grad is None else grad + total
-        return None if grad is None else grad.to(ctx.dtype), None, None
+        if grad is not None and grad.dtype is not ctx.dtype:
+            grad = grad.to(ctx.dtype)
+        return grad, None, None
 
 
 class _ColumnLinearFunction(Function):
@@ -383,7 +397,7 @@ class _ColumnLinearFunction(Function):
         part: Tensor | None,
         node: Tensor | None,
     ) -> Tensor:
-        matrix = weight.to(x.dtype)
+        matrix = weight if weight.dtype is x.dtype else weight.to(x.dtype)
         # A frozen weight needs no gradient, and its layer no input in backward.
         ctx.save_for_backward((x if part is None else part) if ctx.needs_input_grad[1] else None, matrix, node)
         ctx.keeps_part = part is not None and ctx.needs_input_grad[1]
@@ -395,12 +409,14 @@ class _ColumnLinearFunction(Function):
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         results = running_results()
-        is_empty = results is not None and results.is_again
+        if results is None:
+            return _linear(x, matrix, bias, transposed)
+        is_empty = results.is_again
 
         def compute() -> Tensor:
             # `_ColumnInputFunction` has not gathered the input, because this product was kept.
             if is_empty and part is not None and gradient is not None:
-                return _linear(gradient.inputs._whole(part, gradient.layout), matrix, bias, transposed)
+                return _linear(gradient.inputs.whole(part, gradient.layout), matrix, bias, transposed)
             return _linear(x, matrix, bias, transposed)
 
         return kept(compute)
@@ -424,7 +440,7 @@ class _ColumnLinearFunction(Function):
                 ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
             if ctx.keeps_part:
                 x = ctx.gradient.whole()
-        return dx, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, rows, grad), None, None, None, None
+        return dx, *_parameter_gradients(ctx, x, rows, rows, grad), None, None, None, None
 
 
 class _RowLinearFunction(Function):
@@ -438,7 +454,7 @@ class _RowLinearFunction(Function):
         lengths: SequenceLengths | None,
         transposed: bool,
     ) -> Tensor:
-        matrix = weight.to(x.dtype)
+        matrix = weight if weight.dtype is x.dtype else weight.to(x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
         ctx.cast_from = None if matrix is weight else weight
         ctx.shape = x.shape
@@ -458,9 +474,11 @@ class _RowLinearFunction(Function):
                 layout = lengths.of_whole(y)
                 y = no_view(comm.reduce_scatter(y, group, *layout))
             # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
-            return y if bias is None else y.add_(bias.to(y.dtype)), layout
+            if bias is None:
+                return y, layout
+            return y.add_(bias if bias.dtype is y.dtype else bias.to(y.dtype)), layout
 
-        y, ctx.layout = kept(compute)
+        y, ctx.layout = compute() if running_results() is None else kept(compute)
         return y
 
     @staticmethod
@@ -478,7 +496,13 @@ class _RowLinearFunction(Function):
         # First, because the layer before waits for it, and nothing waits for the weight gradient.
         dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
         # The bias was added to this rank's positions only; see `Row.partial`.
-        return dx, _weight_gradient(ctx, x, rows, grad), _bias_gradient(ctx, local, grad), None, None, None
+        return dx, *_parameter_gradients(ctx, x, rows, local, grad), None, None, None
+
+
+# Transforms of `torch.func` need what `Function.apply` does around it.
+_apply_input, _apply_column, _apply_row = map(
+    apply_of, (_ColumnInputFunction, _ColumnLinearFunction, _RowLinearFunction)
+)
 
 
 class _AtNode(Function):
@@ -501,29 +525,52 @@ def _input_gradient(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    factor = matrix if transposed else matrix.t()
-    y = rows @ factor if bias is None else torch.addmm(bias.to(x.dtype), rows, factor)
+    if bias is not None and bias.dtype is not x.dtype:
+        bias = bias.to(x.dtype)
+    if not transposed:
+        if bias is None:
+            return F.linear(x, matrix)
+        y = F.linear(x.reshape(-1, x.shape[-1]), matrix, bias)
+        return unsafe_view(y, (*x.shape[:-1], matrix.shape[0]))
+    rows, factor = x.reshape(-1, x.shape[-1]), matrix
+    y = rows @ factor if bias is None else torch.addmm(bias, rows, factor)
     # `y.view` would be a view that a custom function returns, which the model could not change in place.
-    return no_view(y, (*x.shape[:-1], factor.shape[1]))
+    return unsafe_view(y, (*x.shape[:-1], factor.shape[1]))
 
 
-def _weight_gradient(ctx: Any, x: Tensor | None, rows: Tensor, grad: Tensor) -> Tensor | None:
-    if x is None:
-        return None
-    inputs, transposed, dtype = x.reshape(-1, x.shape[-1]), ctx.transposed, ctx.weight_dtype
+def _parameter_gradients(
+    ctx: Any, x: Tensor | None, rows: Tensor, local: Tensor, grad: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias, None for those that are not needed or put off.
 
-    def compute() -> Tensor:
-        return (inputs.t() @ rows if transposed else rows.t() @ inputs).to(dtype)
-
+    Args:
+        ctx: The context of a layer's function.
+        x: Its input; None if the weight needs no gradient.
+        rows: The gradient of its output, (n, out).
+        local: The same for the positions to which this rank adds the bias.
+        grad: The same as backward got it. A gradient that is put off keeps it unchanged until then.
+    """
     # A product that is put off has no place in autograd's graph.
-    return compute() if torch.is_grad_enabled() else put_off(ctx.parameters[0], compute, x, rows, grad)
-
-
-def _bias_gradient(ctx: Any, rows: Tensor, grad: Tensor) -> Tensor | None:
-    if not ctx.needs_input_grad[2]:
-        return None
-    dtype = ctx.bias_dtype
-    if torch.is_grad_enabled():
-        return rows.sum(0).to(dtype)
-    return put_off(ctx.parameters[1], lambda: rows.sum(0).to(dtype), rows, grad)
+    is_now = weight_gradient_queue() is None or torch.is_grad_enabled()
+    of_weight = of_bias = None
+    if x is not None:
+        inputs, transposed, dtype = x.reshape(-1, x.shape[-1]), ctx.transposed, ctx.weight_dtype
+        if is_now:
+            of_weight = inputs.t() @ rows if transposed else rows.t() @ inputs
+            if of_weight.dtype is not dtype:
+                of_weight = of_weight.to(dtype)
+        else:
+            of_weight = put_off(
+                ctx.parameters[0],
+                lambda: (inputs.t() @ rows if transposed else rows.t() @ inputs).to(dtype),
+                *(x, rows, grad),
+            )
+    if ctx.needs_input_grad[2]:
+        bias_dtype = ctx.bias_dtype
+        if is_now:
+            of_bias = local.sum(0)
+            if of_bias.dtype is not bias_dtype:
+                of_bias = of_bias.to(bias_dtype)
+        else:
+            of_bias = put_off(ctx.parameters[1], lambda: local.sum(0).to(bias_dtype), local, grad)
+    return of_weight, of_bias

@@ -36,6 +36,7 @@ from lightning_parallel.compat.torch import (
     current_graph_task_id,
     dispatch_modes_suspended,
     has_compiled_parts,
+    num_dispatch_modes,
     pytree,
 )
 
@@ -139,6 +140,7 @@ class RandomRegion:
         self._state_before: Any = None
         self._state_opened: Any = None
         self._extent: DividedExtent | None = None
+        self._make_extent: Callable[[], DividedExtent] | None = None
         self._around: RandomRegion | None = None
         self._is_left = False  # left closed, because earlier passes drew nothing
         self._quiet = 0
@@ -153,34 +155,45 @@ class RandomRegion:
         """True if the generator is on this rank's stream."""
         return not self._is_left and self._generator is not None and self._generator.initial_seed() == self._seed
 
-    def open(self, device: torch.device, extent: DividedExtent | None = None) -> None:
+    def open(self, device: torch.device, extent: Callable[[], DividedExtent] | None = None) -> None:
         """Switch the default generator of `device` to this rank's stream; do nothing inside an open region.
 
         Args:
             device: Where the activations are.
-            extent: How they are sharded; without it all draws in the region are for this rank's part.
+            extent: Returns how they are sharded; without it all draws in the region are for this rank's part.
 
         Raises:
             RuntimeError: In a recomputation of a part of a block that has drawn numbers for full samples.
         """
-        if self.group.size == 1 or device.type == "meta" or self.is_open:
+        kind = device.type
+        if kind == "meta" or self.group.size == 1:
             return
-        generator = _default_generator(device)
+        # Each sharded layer of a step comes here, so the usual way makes few calls.
+        generator = torch.default_generator if kind == "cpu" else _default_generator(device)
+        is_left = self._is_left
+        if is_left and self._generator is generator:
+            return
+        if self._generator is not None and not is_left and self.is_open:
+            return
+        self._is_left = False
         before = _state(generator)
-        if self._is_left:
-            if self._generator is generator:
-                return
-            self._is_left = False
+        if self._quiet >= QUIET and RandomRegion._current is None:
+            self._generator, self._state_before, self._is_left = generator, before, True
+            # Read at the end, if code has drawn inside.
+            self._make_extent, self._around = extent, None
+            return
         current = RandomRegion._current
         # A region may open inside another region, such as attention inside a sequence-parallel block.
         self._around = current if current is not None and current is not self and current.is_open else None
         if self._drew_outside and self._around is None and current_graph_task_id() != -1:
             raise RuntimeError(_RECOMPUTED)
-        self._generator, self._state_before, self._extent = generator, before, extent
+        self._generator, self._state_before = generator, before
+        self._extent, self._make_extent = None, extent
         # A recomputation of a pass with a closed region starts from the same state, and must find it closed.
         if self._quiet >= QUIET or any(is_same_state(before, state) for state in self._left):
             self._is_left = True
             return
+        self._extent = None if extent is None else extent()
         # Drawn from the replicated state, then made different by rank: restoring that state restores all streams.
         self._seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN)
         generator.manual_seed(self._seed)
@@ -191,16 +204,17 @@ class RandomRegion:
         """Switch back to the replicated stream; do nothing outside a region."""
         if self._generator is None:
             return
-        generator, before = self._generator, self._state_before
-        is_open, is_left = self.is_open, self._is_left
+        generator, before, is_left = self._generator, self._state_before, self._is_left
+        is_open = not is_left and self.is_open
         self._generator, self._is_left = None, False
         if is_left:
             if not is_same_state(_state(generator), before):
+                extent = None if self._make_extent is None else self._make_extent()
                 # Open it from now on. A recomputation of this pass must draw as this pass did, so keep its state.
                 self._left.append(before)
                 self._quiet = -1
                 # Uneven parts drew different counts, so all ranks return to one state and advance alike.
-                if self._extent is not None and not self._extent.is_even:
+                if extent is not None and not extent.is_even:
                     _restore(generator, before)
                     _draw(generator)
             return
@@ -242,15 +256,19 @@ class RandomRegion:
         model = weakref.ref(root)
 
         def enter(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling():
+            # First: compiled code must not depend on the state of the region.
+            if torch.compiler.is_dynamo_compiling() or not module.training or self._quiet >= QUIET:
                 return
-            if module.training and self._quiet < QUIET and not _is_compiled(model()):
+            if not _is_compiled(model()):
                 mode.__enter__()
+                mode.is_entered = True
 
         def leave(*_: Any) -> None:
-            if torch.compiler.is_compiling():
+            # Usually the last layer has closed the region, and no mode was entered.
+            if torch.compiler.is_dynamo_compiling() or (self._generator is None and not mode.is_entered):
                 return
             self.close()
+            mode.is_entered = False
             if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
 
@@ -328,6 +346,7 @@ class _DrawMode(TorchFunctionMode):
     def __init__(self, region: RandomRegion) -> None:
         super().__init__()
         self._region = region
+        self.is_entered = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -469,6 +488,8 @@ def _state(generator: torch.Generator) -> Any:
     """Return the state for `_restore`; on CUDA without waiting for the device, unlike `get_state`."""
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
+    if not num_dispatch_modes():
+        return generator.get_state()
     with dispatch_modes_suspended():  # a mode may count operations on tensors without data, but the state is real
         return generator.get_state()
 
@@ -483,8 +504,12 @@ def _restore(generator: torch.Generator, state: Any) -> None:
 
 def is_same_state(state: Any, other: Any) -> bool:
     """Return whether a generator has drawn nothing between two states."""
+    if isinstance(state, tuple):
+        return bool(state == other)
+    if not num_dispatch_modes():
+        return bool(state.numpy().tobytes() == other.numpy().tobytes())
     with dispatch_modes_suspended():
-        return state == other if isinstance(state, tuple) else state.numpy().tobytes() == other.numpy().tobytes()
+        return bool(state.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _draw(generator: torch.Generator) -> int:

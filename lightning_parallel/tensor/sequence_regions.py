@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def divide_sequence(
         if module.training:  # dropout between the layers draws for different positions on each rank
             piece = _main(args, kwargs)
             parts = tuple(lengths.parts(piece.shape[dim]))
-            region.open(piece.device, DividedExtent(tuple(piece.shape), dim, parts))
+            region.open(piece.device, partial(DividedExtent, tuple(piece.shape), dim, parts))
 
     def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
         if _is_evaluated(module):
