@@ -1,6 +1,6 @@
 """Compression arithmetic and its collectives against their counterparts in torch, as ratios.
 
-    python benchmarks/compression_kernels.py [--ranks 4] [--device cuda]
+    python benchmarks/compression_kernels.py [powersgd] [selection] [collectives] [--ranks 4] [--device cuda]
 
 The counterparts: torch's PowerSGD hook, called as DDP calls it in a group of one; `torch.topk`; an fp32 all-reduce over
 gloo on this host. Both sides run in turn, several times in a row each. On a CPU one thread computes, as in a rank that
@@ -84,12 +84,23 @@ BUCKETS: dict[str, list[tuple[int, ...]]] = {
     "25 MB": [(1024, 1024)] * 6 + [(256, 1024)],
     "300 x (64, 64)": [(64, 64)] * 300,
     "120 small matrices, 180 vectors": [(64, 64), (64,), (128, 64), (128,), (64,)] * 60,
+    "300 shapes, 40 to 69": [(40 + index // 10, 40 + index % 10) for index in range(300)],
+    "300 shapes, 32 to 256": [(32 + 7 * index % 225, 32 + 89 * index % 225) for index in range(300)],
 }
+ROWS = (  # rank, bucket, target
+    (4, "25 MB", "<= 0.22"),
+    (4, "300 x (64, 64)", "<= 0.22"),
+    (4, "120 small matrices, 180 vectors", "<= 0.22"),
+    (4, "300 shapes, 40 to 69", "<= 1.2"),
+    (4, "300 shapes, 32 to 256", "<= 1.2"),
+    (1, "25 MB", ""),
+    (8, "25 MB", ""),
+)
 
 
 def powersgd(device: str) -> None:
     """Compress and decompress a bucket as DDP fills it, and as many small tensors as may be in it."""
-    for rank, bucket in ((4, "25 MB"), (4, "300 x (64, 64)"), (4, list(BUCKETS)[-1]), (1, "25 MB"), (8, "25 MB")):
+    for rank, bucket, target in ROWS:
         shapes = BUCKETS[bucket]
         flat = torch.randn(sum(torch.Size(shape).numel() for shape in shapes), device=device)
         state = torch_powersgd.PowerSGDState(None, rank, start_powerSGD_iter=2)
@@ -104,7 +115,7 @@ def powersgd(device: str) -> None:
             torch_powersgd.powerSGD_hook(state, bucket).wait()
 
         ours_s, torch_s = compare(ours_step, torch_step, device)
-        show(f"PowerSGD rank {rank}, {bucket} / torch's hook", ours_s, torch_s, "<= 0.22" if rank == 4 else "")
+        show(f"PowerSGD rank {rank}, {bucket} / torch's hook", ours_s, torch_s, target)
 
 
 def selection(device: str) -> None:
@@ -155,6 +166,7 @@ def collectives(rank: int, ranks: int, file: str) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["powersgd", "selection", "collectives"], help="of the table")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     arguments = parser.parse_args()
@@ -162,10 +174,12 @@ def main() -> None:
     print(f"{'':58} {'ours ms':>8} {'peer ms':>8} {'ratio':>8} {'median':>8}  target")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/alone", rank=0, world_size=1)
-        powersgd(arguments.device)
-        selection(arguments.device)
+        for name, part in (("powersgd", powersgd), ("selection", selection)):
+            if name in arguments.parts:
+                part(arguments.device)
         dist.destroy_process_group()
-        mp.spawn(collectives, args=(arguments.ranks, f"{folder}/ranks"), nprocs=arguments.ranks)
+        if "collectives" in arguments.parts:
+            mp.spawn(collectives, args=(arguments.ranks, f"{folder}/ranks"), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 A step stages new values, and `commit` replaces the old values by them. The parameters of one shape share one stacked
 tensor, so methods work on a batch. Each stack has two buffers: a step reads the current buffer and writes the spare
 buffer, and `commit` exchanges them. A step copies nothing, and a dropped step restores every bit. The price is a second
-buffer. A held stack (`Memory.hold`) has one buffer, changed in place: a dropped step sets it to zero.
+buffer. A held stack (`Memory.hold`) has one buffer, changed in place: a dropped step sets it to zero. The tensors of a
+stack may have different shapes: they are corners of its matrices, which zeros fill up.
 
 In a checkpoint, the state of one rank is `{"version", "step", "world_size", slot: {parameter: tensor}, ...}`. A reducer
 continues from the state of this rank, or from the states of all ranks. If the number of ranks has changed, each rank
@@ -12,6 +13,7 @@ continues from the mean of the states. The mean of the unsent parts, which the n
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
@@ -21,7 +23,27 @@ from torch import Tensor
 
 from lightning_parallel.comm import Group
 
-__all__ = ["Memory", "SavedStates", "joined", "mean_of", "slots_for", "state_of", "without_memory"]
+__all__ = ["Memory", "SavedStates", "corners", "joined", "mean_of", "slots_for", "state_of", "without_memory"]
+
+Shapes = Optional[tuple[Sequence[int], ...]]  # of the tensors of a stack; None if they are its rows
+
+
+def corners(stack: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return the first rows and columns of each matrix of a contiguous stack (matrices, N, M), as views of `shapes`.
+
+    A shape is (n, ...), with m numbers in a row of the matrix.
+    """
+    _, extent, width = stack.shape
+    start, size = stack.storage_offset(), extent * width
+    # One operation for each view, instead of an index, two slices and a view.
+    return [
+        stack.as_strided(shape, (width, *_strides(shape[1:])), start + index * size)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 class _StackKey(NamedTuple):
@@ -30,19 +52,21 @@ class _StackKey(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """One tensor for several parameters, (names, *shape), and its rows."""
+    """One tensor for several parameters, (names, *shape), and its rows, or their corners."""
 
     tensor: Tensor
     rows: tuple[Tensor, ...]
+    shapes: Shapes
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Stack:
+    def of(cls, tensor: Tensor, shapes: Shapes = None) -> _Stack:
         """Return the stack with its rows, which are views."""
-        return cls(tensor, tensor.unbind())
+        return cls(tensor, tensor.unbind() if shapes is None else tuple(corners(tensor, shapes)), shapes)
 
-    def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether the stack has this shape, dtype and device."""
-        return self.tensor.shape == shape and self.tensor.dtype == dtype and self.tensor.device == device
+    def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, shapes: Shapes) -> bool:
+        """Return whether the stack has this shape, dtype and device, and its tensors have these shapes."""
+        found = self.tensor
+        return found.shape == shape and found.dtype == dtype and found.device == device and self.shapes == shapes
 
 
 class Memory:
@@ -79,21 +103,40 @@ class Memory:
         return tensor if tensor is None or tensor.device == device else tensor.to(device)
 
     def read_stack(
-        self, slot: str, names: tuple[str, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        slot: str,
+        names: tuple[str, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shapes: Shapes = None,
     ) -> Tensor | None:
-        """Return the committed stack (names, *shape); None if the tensors are not one stack: use `read` for each."""
+        """Return the committed stack (names, *shape); None if the tensors are not one stack: use `read` for each.
+
+        Args:
+            shapes: See `stage`.
+        """
         key = _StackKey(slot, names)
         if key not in self._complete:
             return None
         stack = self._buffers[key][-1]
-        return stack.tensor if stack.fits((len(names), *shape), dtype, device) else None
+        return stack.tensor if stack.fits((len(names), *shape), dtype, device, shapes) else None
 
     def stage(
-        self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        slot: str,
+        names: Sequence[str],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shapes: Shapes = None,
     ) -> Tensor:
         """Return an uninitialised tensor (names, *shape) whose rows become the new values of `names` at `commit`.
 
         Within one step the same names give the same tensor.
+
+        Args:
+            shapes: Shapes of the values, which are corners of the rows; the rest of a row must be zero.
         """
         key = _StackKey(slot, tuple(names))
         if key in self._staged:
@@ -101,24 +144,33 @@ class Memory:
         buffers = self._buffers.get(key, [])
         size = (len(names), *shape)
         spare = buffers[0] if len(buffers) == 2 else None
-        if spare is None or not spare.fits(size, dtype, device):
-            spare = _Stack.of(torch.empty(size, dtype=dtype, device=device))
+        if spare is None or not spare.fits(size, dtype, device, shapes):
+            spare = _Stack.of(torch.empty(size, dtype=dtype, device=device), shapes)
         self._staged[key] = spare
         return spare.tensor
 
     def hold(
-        self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        slot: str,
+        names: Sequence[str],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        shapes: Shapes = None,
     ) -> Tensor:
         """Return the values of `names` in one tensor (names, *shape), zeros at first, to be changed in place.
 
         There is no second buffer: a rollback sets the values to zero.
+
+        Args:
+            shapes: See `stage`.
         """
         key = _StackKey(slot, tuple(names))
         size = (len(names), *shape)
-        if key not in self._complete or not self._buffers[key][-1].fits(size, dtype, device):
-            made = _Stack.of(torch.zeros(size, dtype=dtype, device=device))
+        if key not in self._complete or not self._buffers[key][-1].fits(size, dtype, device, shapes):
+            made = _Stack.of(torch.zeros(size, dtype=dtype, device=device), shapes)
             for name, row in zip(names, made.rows):
-                old = self.read(slot, name, device, shape)
+                old = self.read(slot, name, device, row.shape)
                 if old is not None:
                     row.copy_(old)
             self._install(key, [made])

@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import add_all_, copy_all_
-from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.compressor_state import Memory, Shapes, corners
 from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import (
     AllReduceRequest,
@@ -53,6 +53,7 @@ __all__ = [
     "GradientBlock",
     "Method",
     "Outcome",
+    "Padding",
     "ReducedBlock",
     "estimate_method",
     "working_dtype",
@@ -69,9 +70,53 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Padding:
+    """Small matrices of different shapes in one stack, which zeros fill up: few products instead of many.
+
+    Zeros change neither a product nor an orthonormal basis. They are not sent.
+
+    Attributes:
+        extents: Rows N and columns M of each matrix of the stack.
+        shapes: Shapes of the gradients.
+        sizes: Rows n and columns m of each gradient as a matrix.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], extents: tuple[int, int]) -> None:
+        self.extents = extents
+        self.shapes = tuple(tuple(shape) for shape in shapes)
+        self.sizes = [(shape[0], math.prod(shape[1:])) for shape in self.shapes]
+        self._factors: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        self._places: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def factor_shapes(self, side: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return the shapes (rank, extent) of the factors that share the rows, side 0, or the columns, side 1."""
+        key = (side, rank)
+        if key not in self._factors:
+            self._factors[key] = tuple((rank, size[side]) for size in self.sizes)
+        return self._factors[key]
+
+    def without_zeros(self, factors: Tensor, side: int) -> Tensor:
+        """Return the numbers of the factors (names, rank, N or M) in one row, without the zeros that fill them up."""
+        return factors.reshape(-1)[self._where(factors, side)].unsqueeze(0)
+
+    def with_zeros(self, row: Tensor, like: Tensor, side: int) -> Tensor:
+        """Return factors, shaped like `like`, from the result of `without_zeros`."""
+        whole = like.new_zeros(like.numel())
+        return whole.index_copy_(0, self._where(like, side), row.view(-1)).view_as(like)
+
+    def _where(self, factors: Tensor, side: int) -> Tensor:
+        """Return the positions of the numbers in the flattened factors; made once, as a device would have to wait."""
+        key = (side, factors.shape[1], factors.device)
+        if key not in self._places:
+            count, rank, extent = factors.shape
+            kept = torch.arange(extent) < torch.tensor([size[side] for size in self.sizes]).view(-1, 1, 1)
+            self._places[key] = kept.expand(count, rank, extent).reshape(-1).nonzero().view(-1).to(factors.device)
+        return self._places[key]
+
+
 @dataclass
 class GradientBlock:
-    """Gradients of one shape that one method compresses together.
+    """Gradients of one shape, or of one padded shape, that one method compresses together.
 
     Attributes:
         names: Parameter names, sorted.
@@ -81,6 +126,8 @@ class GradientBlock:
         effective_step: The step number for schedules and alternating methods; see `Method.effective_steps`.
         shard: Elements of a rank's part, if each rank needs only its part of the flattened means. The last parts may be
             shorter, or empty. Set only for methods that can leave out the rest.
+        padding: How gradients of different shapes share a stack; None for gradients of one shape. Set only for methods
+            with `Method.padded`.
         outputs: One contiguous tensor per name, in the working dtype, for the unscaled mean.
     """
 
@@ -90,12 +137,27 @@ class GradientBlock:
     keep_rest: bool = True
     effective_step: int = 0
     shard: Optional[int] = None
+    padding: Optional[Padding] = None
     outputs: list[Tensor] = field(default_factory=list)
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of each gradient."""
-        return self.gradients[0].shape
+    def shape(self) -> Sequence[int]:
+        """Shape of each gradient, filled up with zeros."""
+        return self.gradients[0].shape if self.padding is None else self.padding.extents
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of the gradients, if they differ."""
+        return None if self.padding is None else self.padding.shapes
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all gradients."""
+        return sum(gradient.numel() for gradient in self.gradients)
+
+    def rows(self, stack: Tensor) -> Sequence[Tensor]:
+        """Return the part of each gradient in a tensor (names, *shape), as a view."""
+        return stack.unbind() if self.padding is None else corners(stack, self.padding.shapes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,17 +170,18 @@ class GradientBlock:
         return self.gradients[0].device
 
     def new_work(self) -> Tensor:
-        """Return an uninitialised tensor (names, *shape)."""
-        return torch.empty((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
+        """Return a tensor (names, *shape), with zeros outside of the rows, see `rows`."""
+        make = torch.empty if self.padding is None else torch.zeros
+        return make((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
 
     def allocate_outputs(self) -> None:
         """Use the gradients themselves as outputs where their layout and dtype allow it, new tensors elsewhere."""
-        dtype, shape, device = self.dtype, self.shape, self.device
+        dtype, device = self.dtype, self.device
         # Methods write through views of another shape, which only contiguous tensors have.
         self.outputs = [
             gradient
             if gradient.dtype == dtype and gradient.is_contiguous()
-            else torch.empty(shape, dtype=dtype, device=device)
+            else torch.empty(gradient.shape, dtype=dtype, device=device)
             for gradient in self.gradients
         ]
 
@@ -126,7 +189,7 @@ class GradientBlock:
         """Copy the unscaled means (names, numel or shape) into the outputs."""
         # `Dense` sums a lone gradient in its own memory: the mean is then in the output already.
         if len(self.outputs) > 1 or self.outputs[0].data_ptr() != means.data_ptr():
-            copy_all_(self.outputs, means.view(len(means), *self.shape).unbind())
+            copy_all_(self.outputs, self.rows(means.view(len(means), *self.shape)))
 
     def write_shard(self, means: Tensor, shard: int, rank: int) -> None:
         """Copy this rank's parts (names, at most shard) of the unscaled means into the outputs."""
@@ -172,17 +235,10 @@ class Feedback:
         """Return the work tensor of classic feedback, and the sum to fill it with; allocate the outputs."""
         block.allocate_outputs()
         block.keep_rest = True
-        if in_place:
-            work = _hold(block, memory, "residual")
-            return work, Sum(work, block.gradients, 1 / scale)
-        old = memory.read_stack("residual", block.names, block.shape, block.dtype, block.device)
-        if old is None:
-            # After buckets were rebuilt, or after a load, the rows of a block are in different tensors.
-            rows = _read(block, memory, "residual")
-            if any(row is not None for row in rows):
-                zeros = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
-                old = torch.stack([zeros if row is None else row.to(block.dtype) for row in rows])
-        return _stage(block, memory, "residual"), Sum(old, block.gradients, 1 / scale)
+        old = None if in_place else _read_stacked(block, memory, "residual")
+        work = (_hold if in_place else _stage)(block, memory, "residual")
+        rows = None if block.padding is None else block.rows(work)
+        return work, Sum(work if in_place else old, block.gradients, 1 / scale, rows)
 
     def apply(self, block: GradientBlock, memory: Memory, scale: float, in_place: bool = False) -> Tensor:
         """Return the work tensor M, (names, *shape), and allocate the outputs for the mean.
@@ -203,15 +259,23 @@ class Feedback:
             if len(block.names) == 1 and factor == 1 and block.outputs[0] is gradients[0]:
                 return gradients[0].unsqueeze(0)
             work = block.new_work()
-            for row, gradient in zip(work, gradients):
+            for row, gradient in zip(block.rows(work), gradients):
                 _scaled(gradient, factor, out=row)
             return work
         if in_place and self.kind == "classic":
             work = _hold(block, memory, "residual")
-            add_all_(work.unbind(), gradients, factor)
+            add_all_(block.rows(work), gradients, factor)
             return work
         # M is built in the buffer of the new residual: the method leaves M - C(M) there, which is the residual.
         work = _stage(block, memory, "residual")
+        if block.padding is not None:
+            # All of them in one call. The zeros are written too: the buffer may hold other numbers there after a
+            # dropped step.
+            before = _read_stacked(block, memory, "residual")
+            share = self.decay if self.kind == "fading" else 1.0
+            _ = work.zero_() if before is None else torch.mul(before, share, out=work)
+            add_all_(block.rows(work), gradients, factor)
+            return work
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
                 _scaled(gradient, factor, out=row)
@@ -225,7 +289,7 @@ class Feedback:
         """Update the memory from `work`, now M - C(M), and write the mean into the gradients."""
         if self.kind == "decayed":
             work.mul_(1 - self.decay)
-            for row, old in zip(work, _read(block, memory, "residual")):
+            for row, old in zip(block.rows(work), _read(block, memory, "residual")):
                 if old is not None:
                     row.add_(old, alpha=self.decay)
         elif self.kind == "ef21":
@@ -279,15 +343,31 @@ class Feedback:
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
     # A step reads one buffer and writes the other, so a staged tensor never overwrites a tensor from `_read`.
-    return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
+    return memory.stage(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
 
 
 def _hold(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
-    return memory.hold(slot, block.names, block.shape, block.dtype, block.device)
+    return memory.hold(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
 
 
 def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tensor]]:
-    return [memory.read(slot, name, block.device, block.shape) for name in block.names]
+    return [memory.read(slot, name, block.device, old.shape) for name, old in zip(block.names, block.gradients)]
+
+
+def _read_stacked(block: GradientBlock, memory: Memory, slot: str) -> Optional[Tensor]:
+    """Return the committed values in one tensor (names, *shape); None if there are none."""
+    found = memory.read_stack(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
+    if found is not None:
+        return found
+    # After buckets were rebuilt, or after a load, the rows of a block are in different tensors.
+    rows = _read(block, memory, slot)
+    if all(row is None for row in rows):
+        return None
+    made = torch.zeros((len(rows), *block.shape), dtype=block.dtype, device=block.device)
+    for into, row in zip(block.rows(made), rows):
+        if row is not None:
+            into.copy_(row)
+    return made
 
 
 def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
@@ -354,6 +434,13 @@ class Method(abc.ABC):
 
     batched: ClassVar[bool] = False
 
+    def padded(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+        """Return the rows and columns to which zeros may fill up a gradient of `shape` as a matrix; None for none.
+
+        Gradients with the same result share a block, if that saves many blocks.
+        """
+        return None
+
     @property
     def scatters(self) -> bool:
         """True if the method sends less when each rank needs only its shard of the mean: `GradientBlock.shard`."""
@@ -380,16 +467,17 @@ class Method(abc.ABC):
 
 
 class ReducedBlock(NamedTuple):
-    """A record of how one step reduced gradients of one shape.
+    """A record of how one step reduced the gradients of a block.
 
     Attributes:
+        num_elements: Elements of all gradients.
         sent_bytes: Bytes that this rank has sent.
         shard: Elements of this rank's part of the mean, if the rank received its part only.
     """
 
     method: Method
     names: tuple[str, ...]
-    shape: torch.Size
+    num_elements: int
     dtype: torch.dtype
     world_size: int
     sent_bytes: int
@@ -398,7 +486,7 @@ class ReducedBlock(NamedTuple):
     @property
     def dense_bytes(self) -> int:
         """Bytes that one rank sends for the plain mean, by a ring all-reduce, or reduce-scatter for shards."""
-        payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        payload_bytes = self.num_elements * self.dtype.itemsize
         kind = AllReduceRequest if self.shard is None else ReduceScatterRequest
         return round(bytes_sent(kind, payload_bytes, self.world_size))
 

@@ -20,6 +20,7 @@ from lightning_parallel.compression.compressor import (
 )
 from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.quantizers import Cast
 from lightning_parallel.compression.thin_products import (
     Sum,
     orthonormal,
@@ -40,6 +41,8 @@ from lightning_parallel.compression.wire import (
 __all__ = ["PowerSGD"]
 
 Side = Literal["left", "right"]
+_SIDES = ("left", "right")
+_PADDED = 1 << 16  # elements of a matrix up to which an own block costs more than zeros
 _Factors = tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]
 
 
@@ -138,6 +141,16 @@ class PowerSGD(Compressor):
         # At the rank after all schedules: a parameter is compressed in every step, or in none.
         return self._rank(n, m, step=1 << 40) * (n + m) < n * m
 
+    def padded(self, shape: Sequence[int]) -> Optional[tuple[int, int]]:
+        """Return the extents of a small matrix, each rounded up by less than half."""
+        n, m = shape[0], math.prod(shape[1:])
+        # A codec with scales sees the rows of one gradient, a higher rank may exceed a small matrix, and the mean
+        # estimate of ef21 is an output, which has no gaps.
+        elementwise = isinstance(self.values, (Exact, Cast))
+        if n * m > _PADDED or not elementwise or self.feedback.kind == "ef21" or min(n, m) < max(all_values(self.rank)):
+            return None
+        return _rounded_up(n), _rounded_up(m)
+
     def effective_steps(self, names: Sequence[str], number: int, memory: Memory) -> Union[int, list[int]]:
         """Return numbers of the parity for which each parameter's last step has left a factor."""
         if not self.alternate:
@@ -164,11 +177,11 @@ class PowerSGD(Compressor):
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, late, block, step)
         if left_mine is None or right_mine is None:
-            write_product(left, right, block.outputs)
+            write_product(left, right, block.outputs, shapes=block.shapes)
             return
         # Subtracts the product with this rank's factor, not with the mean: the rest is smaller, and has the same mean.
         alone = step.group.size == 1 and isinstance(self.values, Exact)
-        write_product(left, right, block.outputs, matrices, None if alone else (left_mine, right_mine))
+        write_product(left, right, block.outputs, matrices, None if alone else (left_mine, right_mine), block.shapes)
 
     def _factors(
         self, matrices: Tensor, late: Optional[Sum], block: GradientBlock, step: StepContext
@@ -193,14 +206,22 @@ class PowerSGD(Compressor):
 
     def _mean(self, side: Side, mine: Tensor, block: GradientBlock, step: StepContext, keep: bool) -> MeanRequests:
         """Return the mean of the factors (names, rank, extent), kept for the next step, and this rank's part in it."""
-        mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
+        padding, axis = block.padding, _SIDES.index(side)
+        rows = mine.flatten(1) if padding is None else padding.without_zeros(mine, axis)
+        mean, sent = yield from self.values.mean(rows, step, (self.seed, side, block.names), keep)
+        if padding is None:
+            mean, sent = mean.view_as(mine), None if sent is None else sent.view_as(mine)
+        else:
+            mean = padding.with_zeros(mean, mine, axis)
+            sent = None if sent is None else padding.with_zeros(sent, mine, axis)
         # The plain form starts each step from Q alone, so P is not kept.
         if self.alternate or side == "right":
-            step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
+            shapes = None if padding is None else padding.factor_shapes(axis, mine.shape[1])
+            step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device, shapes).copy_(mean)
         if self.alternate:
             # The missing factor tells the next step of this parameter which factor to send: see `effective_steps`.
             step.memory.discard("right" if side == "left" else "left", block.names)
-        return mean.view_as(mine), None if sent is None else sent.view_as(mine)
+        return mean, sent
 
     def _basis(self, side: Side, block: GradientBlock, step: StepContext, shape: Sequence[int]) -> Tensor:
         """Return the factors that the last step left on `side`, (names, rank, extent).
@@ -209,23 +230,32 @@ class PowerSGD(Compressor):
         """
         _, n, m = shape
         rank = self._rank(n, m, block.effective_step)
-        extent = n if side == "left" else m
-        kept = step.memory.read_stack(side, block.names, (rank, extent), block.dtype, block.device)
+        axis = _SIDES.index(side)
+        whole = (n, m)[axis]
+        shapes = None if block.padding is None else block.padding.factor_shapes(axis, rank)
+        kept = step.memory.read_stack(side, block.names, (rank, whole), block.dtype, block.device, shapes)
         if kept is not None:
             return kept
-        rows = []
-        for name in block.names:
+        basis = torch.zeros(len(block.names), rank, whole, dtype=block.dtype, device=block.device)
+        for index, name in enumerate(block.names):
+            extent = whole if shapes is None else shapes[index][1]
             row = step.memory.read(side, name, block.device, (None, extent))
             if row is None or len(row) < rank:
                 # Drawn on the CPU: generators of different devices give different numbers.
                 noise = seeded_generator(torch.device("cpu"), self.seed, side, name)
                 fresh = torch.randn(rank, extent, generator=noise, dtype=block.dtype).to(block.device)
                 row = fresh if row is None else torch.cat([row, fresh[len(row) :]])
-            rows.append(row[:rank])
-        return torch.stack(rows)
+            basis[index, :, :extent] = row[:rank]
+        return basis
 
     def _rank(self, n: int, m: int, step: int) -> int:
         return min(n, m, int(value_at(self.rank, step)))
 
     def _main(self) -> dict[str, str]:
         return {"rank": f"rank={self.rank}"}
+
+
+def _rounded_up(extent: int) -> int:
+    """Return the next number among 16, 32, 48, 64, 96, 128, 192 and so on: two steps for each power of two."""
+    step = max(16, 1 << (extent - 1).bit_length() >> 2)
+    return extent + -extent % step

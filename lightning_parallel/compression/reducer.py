@@ -26,6 +26,7 @@ from lightning_parallel.compression.feedback import (
     GradientBlock,
     Method,
     Outcome,
+    Padding,
     ReducedBlock,
     estimate_method,
     working_dtype,
@@ -56,6 +57,23 @@ class PlannedBlock(NamedTuple):
     names: tuple[str, ...]
     positions: tuple[int, ...]
     shard: Optional[int]
+    padding: Optional[Padding]
+
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        names: Sequence[str],
+        shard: Optional[int],
+        shapes: Mapping[str, torch.Size],
+        position: Mapping[str, int],
+    ) -> PlannedBlock:
+        """Return a block of `names`, given the shapes and positions of all gradients."""
+        mine = [shapes[name] for name in names]
+        extents = method.padded(mine[0])
+        # Gradients of one shape need no zeros.
+        padding = None if extents is None or len(set(mine)) == 1 else Padding(mine, extents)
+        return cls(method, tuple(names), tuple(position[name] for name in names), shard, padding)
 
 
 class ReductionPlan(NamedTuple):
@@ -86,6 +104,9 @@ class ReductionPlan(NamedTuple):
             choose: Returns the method for a name and shape.
         """
         found: dict[Hashable, tuple[Method, Optional[int], list[str]]] = {}
+        methods = {name: choose(name, gradient.shape) for name, gradient in named_gradients.items()}
+        shapes = {name: gradient.shape for name, gradient in named_gradients.items()}
+        padded = _padded(shapes, methods)
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
         # Sorted: the dictionaries of two ranks may have different orders, but their requests must pair up.
         for name in sorted(named_gradients):
@@ -93,18 +114,15 @@ class ReductionPlan(NamedTuple):
             if gradient.numel() == 0 or gradient in seen:
                 continue
             seen.add(gradient)
-            method = choose(name, gradient.shape)
+            method = methods[name]
             shard = shards.get(name) if method.scatters else None
             # A large gradient alone is summed in its own memory. In a block it would be copied twice.
             large = not method.batched and goes_alone(gradient)
             separate_name = name if large or method.separate else None
-            key = (id(method), gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
+            key = (id(method), padded.get(name, gradient.shape), gradient.dtype, gradient.device, shard, separate_name)
             found.setdefault(key, (method, shard, []))[2].append(name)
         position = {name: index for index, name in enumerate(named_gradients)}
-        blocks = [
-            PlannedBlock(method, tuple(names), tuple(position[name] for name in names), shard)
-            for method, shard, names in found.values()
-        ]
+        blocks = [PlannedBlock.of(method, names, shard, shapes, position) for method, shard, names in found.values()]
         signature = tuple((name, tuple(g.shape), g.dtype, g.layout) for name, g in sorted(named_gradients.items()))
         digest = blake2b(repr(signature).encode(), digest_size=8).digest()
         return cls(signature, int.from_bytes(digest, "little") >> 1, blocks)
@@ -112,17 +130,27 @@ class ReductionPlan(NamedTuple):
     def blocks_of(self, gradients: Sequence[Tensor], number: int, memory: Memory) -> list[tuple[Method, GradientBlock]]:
         """Return the blocks of step `number`; a block whose parameters have different step numbers is divided."""
         blocks: list[tuple[Method, GradientBlock]] = []
-        for method, names, positions, shard in self.blocks:
+        for method, names, positions, shard, padding in self.blocks:
             mine = [gradients[position] for position in positions]
             numbers = method.effective_steps(names, number, memory)
             if isinstance(numbers, int):
-                blocks.append((method, GradientBlock(names, mine, effective_step=numbers, shard=shard)))
+                block = GradientBlock(names, mine, effective_step=numbers, shard=shard, padding=padding)
+                blocks.append((method, block))
                 continue
             for own in sorted(set(numbers)):
                 some = [index for index, other in enumerate(numbers) if other == own]
                 few = tuple(names[index] for index in some), [mine[index] for index in some]
-                blocks.append((method, GradientBlock(*few, effective_step=own, shard=shard)))
+                part = None if padding is None else Padding([mine[index].shape for index in some], padding.extents)
+                blocks.append((method, GradientBlock(*few, effective_step=own, shard=shard, padding=part)))
         return blocks
+
+
+def _padded(shapes: Mapping[str, torch.Size], methods: Mapping[str, Method]) -> dict[str, tuple[int, int]]:
+    """Return the extents that zeros fill gradients up to; nothing if that would save few blocks."""
+    found = {name: methods[name].padded(shape) for name, shape in shapes.items() if shape.numel()}
+    padded = {name: extents for name, extents in found.items() if extents is not None}
+    saved = len({shapes[name] for name in padded}) - len(set(padded.values()))
+    return padded if saved >= _WORTHWHILE else {}
 
 
 def kind_of(named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> tuple[Any, ...]:
@@ -138,6 +166,7 @@ def kind_of(named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) ->
 GroupLike = Union[Group, dist.ProcessGroup, None]
 LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
+_WORTHWHILE = 8  # saved blocks from which on small gradients are filled up with zeros: a bucket of few shapes is not
 _MAX_PLANS = 1 << 12  # kept at once: one for each bucket in each phase, while the buckets do not change
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
 
@@ -397,7 +426,9 @@ class ReductionStep:
         for (method, block), num_bytes in zip(blocks, sent):
             dtype = block.gradients[0].dtype
             self._blocks.append(
-                ReducedBlock(method, block.names, block.shape, dtype, self.group.size, round(num_bytes), block.shard)
+                ReducedBlock(
+                    method, block.names, block.num_elements, dtype, self.group.size, round(num_bytes), block.shard
+                )
             )
         if self._error:
             self._error.add(named_gradients, true)

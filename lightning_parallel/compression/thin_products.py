@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import copy_all_
+from lightning_parallel.compat.torch import add_all_, copy_all_
+from lightning_parallel.compression.compressor_state import Shapes, corners
 from lightning_parallel.compression.wire import launches_kernels
 
 __all__ = ["Sum", "orthonormal", "times_left", "times_right", "works_in_cache", "write_product"]
@@ -39,11 +40,13 @@ class Sum(NamedTuple):
         old: The residuals (matrices, *shape), which may be the matrices themselves; None for zeros.
         gradients: One to a matrix, of any floating-point dtype and layout.
         factor: Factor of the gradients.
+        rows: The parts of the matrices for the gradients, as views; None if gradients fill them. The rest is zero.
     """
 
     old: Optional[Tensor]
     gradients: Sequence[Tensor]
     factor: float
+    rows: Optional[Sequence[Tensor]] = None
 
 
 def works_in_cache(tensor: Tensor) -> bool:
@@ -90,18 +93,23 @@ def write_product(
     outputs: Sequence[Tensor],
     rest: Optional[Tensor] = None,
     taken: Optional[tuple[Tensor, Tensor]] = None,
+    shapes: Shapes = None,
 ) -> None:
     """Write P Q^T into contiguous `outputs`, one to a matrix.
 
     Args:
         rest: Matrices to subtract the product from; none of them may lie where an output does.
         taken: The factors of the product to subtract, if they differ.
+        shapes: Shapes of the outputs, if they are corners of their matrices.
     """
     n, m = left.shape[2], right.shape[2]
     if not works_in_cache(right):
         if rest is not None:
             outer, inner = taken or (left, right)
             rest.baddbmm_(outer.mT, inner, alpha=-1)
+        if shapes is not None:
+            copy_all_(outputs, corners(torch.bmm(left.mT, right), shapes))
+            return
         for one, other, output in zip(left, right, outputs):
             torch.mm(one.t(), other, out=output.view(n, m))
         return
@@ -110,7 +118,9 @@ def write_product(
     subtracted = factors if taken is None else (taken[0].mT.contiguous().numpy(), taken[1].numpy())
     with np.errstate(all="ignore"):
         for some, all_rows in _divided(len(left), n, m, left.shape[1]):
-            target = outputs[some].view(n, m).numpy() if isinstance(some, int) else None
+            target = outputs[some].view(n, m).numpy() if isinstance(some, int) and shapes is None else None
+            if isinstance(some, int) and shapes is not None:
+                target = np.empty((n, m), factors[1].dtype)
             by, times = factors[0][some], factors[1][some]
             taken_by, taken_times = subtracted[0][some], subtracted[1][some]
             held = None if rest is None else rest[some].numpy()
@@ -123,8 +133,15 @@ def write_product(
                     np.subtract(piece, lost, out=piece)
             if isinstance(some, slice):
                 # A range of full matrices has a single piece, so `product` holds all of them.
-                targets = outputs[some]
-                copy_all_(targets, torch.from_numpy(product).view(-1, *targets[0].shape).unbind())
+                _copy_corners(outputs[some], torch.from_numpy(product), shapes and shapes[some])
+            elif shapes is not None:
+                _copy_corners([outputs[some]], torch.from_numpy(target).unsqueeze(0), (shapes[some],))
+
+
+def _copy_corners(outputs: Sequence[Tensor], matrices: Tensor, shapes: Shapes) -> None:
+    """Copy matrices, or their corners of `shapes`, to the outputs."""
+    rows = matrices.view(-1, *outputs[0].shape).unbind() if shapes is None else corners(matrices, shapes)
+    copy_all_(outputs, rows)
 
 
 def _divided(count: int, n: int, m: int, rank: int) -> Iterator[tuple[_Some, list[slice]]]:
@@ -154,6 +171,11 @@ def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[
             for rows in all_rows:
                 yield some, rows, matrix[..., rows, :]
             continue
+        if late.rows is not None:
+            _fill_rows(matrix, None if old is None else old[some], late, some)
+            for rows in all_rows:
+                yield some, rows, matrix[..., rows, :]
+            continue
         gradients = [late.gradients[some]] if isinstance(some, int) else late.gradients[some]
         source = _array(gradients, matrices.dtype).reshape(matrix.shape)
         before = None if old is None else old[some]
@@ -166,6 +188,18 @@ def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[
             else:
                 np.add(before[..., rows, :], addend, out=piece)
             yield some, rows, piece
+
+
+def _fill_rows(matrix: _Array, old: Optional[_Array], late: Sum, some: _Some) -> None:
+    """Write the sum for matrices, or for one, whose gradients do not fill them."""
+    assert late.rows is not None
+    some = slice(some, some + 1) if isinstance(some, int) else some
+    # The zeros are written too: after a dropped step the buffer may hold other numbers there.
+    if old is None:
+        matrix[...] = 0
+    elif old.ctypes.data != matrix.ctypes.data:
+        matrix[...] = old
+    add_all_(late.rows[some], late.gradients[some], late.factor)
 
 
 def _load(piece: _Array) -> None:

@@ -3,12 +3,14 @@
 import contextlib
 import io
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_parallel import comm
+from lightning_parallel.compat import patched
 from lightning_parallel.compression import (
     BlockTopK,
     Cast,
@@ -20,6 +22,7 @@ from lightning_parallel.compression import (
     Sign,
     StepValue,
     TopK,
+    thin_products,
 )
 from tests.harness import distributed, recorded_communication, run
 
@@ -228,6 +231,57 @@ def test_a_bucket_takes_no_more_collectives_than_its_method_has_phases(group):
         with recorded_communication() as records:
             steps_of(reducer, 1, group, start=1)
         assert len(records) == count, (name, records)
+
+
+MANY_SHAPES = {f"w{n}": (17 + n, 40 - n) if n % 4 else (9 + n, 2, 3, 4) for n in range(12)}
+FILLED_UP = {
+    "plain": {},
+    "alternating": {"alternate": True},
+    "rank 1 without feedback": {"rank": 1, "feedback": None},
+    "decayed, cast": {"feedback": "decayed", "values": Cast("fp32")},
+}
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+@distributed(world_size=2)
+def test_small_matrices_filled_up_with_zeros_equal_each_matrix_alone(is_device, group):
+    for name, options in FILLED_UP.items():
+        in_pieces = patched(thin_products, "_PRODUCTS", 1 << (10 if name == "alternating" else 18))
+        with in_pieces, patched(thin_products, "launches_kernels", lambda tensor: is_device and not tensor.is_meta):
+            _assert_filled_up_equals_alone(partial(PowerSGD, **{"rank": 2, **SMALL, **options}), name, group)
+
+
+def _assert_filled_up_equals_alone(make, name, group):
+    together, resumed, alone = make(), make(), make()
+    # A dropped step leaves no trace, also not in the zeros.
+    together.expects_rollback = True
+    for step in range(4):
+        grads = gradients(step, group.rank, torch.float64, MANY_SHAPES)
+        single = {key: tensor.clone() for key, tensor in grads.items()}
+        bad = {key: tensor.clone().fill_(torch.nan) for key, tensor in grads.items()}
+        assert not together.reduce_(bad, group)
+        told = together.wire_bytes(MANY_SHAPES, group.size, step, torch.float64)
+        with together.begin(group) as transaction, recorded_communication() as records:
+            transaction.reduce_(grads)
+            assert transaction.commit()
+        assert step == 0 or sent_by_ring(records) == told
+        assert len(together.blocks) < 5
+        with alone.begin(group) as transaction:
+            for key, tensor in single.items():
+                transaction.reduce_({key: tensor})
+            assert transaction.commit()
+        for key, tensor in single.items():
+            torch.testing.assert_close(grads[key], tensor, rtol=1e-10, atol=1e-11, msg=f"{name}, {key}, step {step}")
+        if step > 1:  # from the state by name, which holds no zeros
+            copy = gradients(step, group.rank, torch.float64, MANY_SHAPES)
+            assert resumed.reduce_(copy, group)
+            assert_equal(copy, grads)
+        elif step == 1:
+            resumed.load_state_dict(together.state_dict(), group)
+    expected = alone.state_dict()
+    for slot, held in together.state_dict().items():
+        for key, value in held.items() if isinstance(held, dict) else ():
+            torch.testing.assert_close(value, expected[slot][key], rtol=1e-9, atol=1e-10)
 
 
 # -------------------------------------------------------------------------------------------------- the state
