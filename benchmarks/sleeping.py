@@ -150,10 +150,12 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         before = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
-            if storage._cdata not in before:
-                self._note(storage)
-        self.peak = max(self.peak, self.now)
+        made = [storage for storage in _storages(result) if storage._cdata not in before]
+        for storage in made:
+            self._note(storage)
+        # To ask all storages takes longer than most operators.
+        if made:
+            self.peak = max(self.peak, self.now)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:

@@ -76,20 +76,15 @@ class Watch(MemoryProfiler):
 
 DATA, PIPELINE, TENSOR = (2, 1, 1), (1, 2, 1), (1, 1, 2)
 TWO = [
-    *((DATA, zero_stage, "off", ()) for zero_stage in range(4)),
-    (PIPELINE, 0, "off", ()),
-    (TENSOR, 0, "off", ()),
-    (DATA, 0, "off", ("optimizer",)),
-    (DATA, 3, "off", ("optimizer",)),
-    (DATA, 0, "full", ()),
-    (DATA, 3, "full", ()),
+    (DATA, 0, "off", ()),
+    (DATA, 1, "off", ("optimizer",)),
     (DATA, 2, "selective", ()),
+    (DATA, 3, "full", ()),
     (PIPELINE, 0, "full", ("optimizer",)),
     (TENSOR, 0, "selective", ()),
 ]
 FOUR = [
     ((2, 1, 2), 3, "off", ()),
-    ((2, 2, 1), 0, "off", ()),
     ((2, 2, 1), 2, "full", ()),
     ((1, 2, 2), 0, "selective", ()),
 ]

@@ -1,5 +1,6 @@
 """A chain of functions of a piece gives the numbers of the same chain on the full tensor."""
 
+import copy
 import io
 from unittest import mock
 
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_parallel.tensor import pieces
 from lightning_parallel.tensor.autograd import reduce_from_group
 from lightning_parallel.tensor.pieces import GATHERS, Piece, without_pieces
+from lightning_parallel.tensor.sharded import ShardedParameter, ShardedTensor, ShardPlace
 from lightning_parallel.tensor.sharding import Shard
 from tests.harness import distributed, recorded_communication, run
 
@@ -260,3 +263,16 @@ def test_hooks_must_come_before_the_part_is_used(group):
     (x * 2).sum()
     with pytest.raises(RuntimeError, match="before the loss"):
         x.register_hook(print)
+
+
+@distributed(world_size=2)
+def test_a_copy_gathers_only_what_it_copies(group):
+    full, x = _pieces(group)
+    weight = nn.Parameter(torch.ones(2, 3))
+    ShardedTensor.show(weight, ShardPlace(Shard.even(0, 4, 2), group))
+    with recorded_communication() as calls:
+        copied, found = copy.deepcopy([weight, x])
+    # The memo of the copy of `x` holds the weight.
+    assert len(calls) == 1
+    assert type(copied) is ShardedParameter
+    assert torch.equal(found, full)
