@@ -1,7 +1,7 @@
 """Lets the classes of this library work with both packages of Lightning: `lightning.pytorch` and `pytorch_lightning`.
 
 The packages are copies of one source under two names, and neither accepts classes of the other. The library is written
-against `lightning.pytorch`. If `pytorch_lightning` 2.x is installed as well:
+against `lightning.pytorch`. If `pytorch_lightning` 2.x is imported as well, before or after it:
 
 * The constructor of a `pytorch_lightning.Trainer` turns a strategy into its twin. It exchanges the class in place, so
   that the user's reference stays the same object. A twin comes from the same source file, which is loaded a second time
@@ -26,7 +26,6 @@ from enum import Enum
 from functools import reduce, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, spec_from_loader
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -52,22 +51,7 @@ _TO_LIGHTNING = {theirs: ours for ours, theirs in _TO_PYTORCH_LIGHTNING.items()}
 _OURS = ("lightning_parallel.strategies.", f"{_TWINS}.strategies.")
 
 
-def _import_other() -> ModuleType | None:
-    """Import `pytorch_lightning` 2.x if it is installed; the library works without it."""
-    try:
-        # Before the import: version 1.x fails in the middle of it, after it has changed other modules.
-        if version("pytorch-lightning").split(".")[0] != "2":
-            return None
-    except PackageNotFoundError:
-        pass  # perhaps a folder that was never installed
-    try:
-        module = importlib.import_module(_PYTORCH_LIGHTNING)
-        return module if module.__version__.split(".")[0] == "2" else None
-    except Exception:
-        return None
-
-
-_other = _import_other()
+_other: ModuleType | None = None  # `pytorch_lightning` 2.x, once something has imported it
 
 # -- class by class ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +74,7 @@ def _counterpart(kind: type, names: Mapping[str, str]) -> type | None:
 
 
 def kinds_of(kind: type) -> tuple[type, ...]:
-    """Return a class of `lightning`, and the class of `pytorch_lightning` if that package is installed."""
+    """Return a class of `lightning`, and the class of `pytorch_lightning` if that package is imported."""
     other = None if _other is None else _counterpart(kind, _TO_PYTORCH_LIGHTNING)
     return (kind,) if other is None else (kind, other)
 
@@ -103,9 +87,9 @@ def is_a(value: Any, kind: type[T]) -> TypeGuard[T]:
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
 else:
-    _kinds = kinds_of(lightning.pytorch.Callback)
-    # A real base class: LightningCLI of both packages calls `issubclass`, and `Callback` is no ABC with `register`.
-    Callback = _kinds[0] if len(_kinds) == 1 else type("Callback", _kinds, {"__module__": __name__})
+    # A class in between, since it gets a second base with the other package. A real base: LightningCLI of both packages
+    # calls `issubclass`, and `Callback` is no ABC with `register`.
+    Callback = type("Callback", (lightning.pytorch.Callback,), {"__module__": __name__})
 
 
 def _moved(kind: type, names: Mapping[str, str]) -> type:
@@ -304,8 +288,9 @@ def _forget_trainer(strategy: Any) -> None:
 
 
 def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[], Any]]) -> None:
-    """Let `pytorch_lightning`, if installed, accept `strategies`, and build them by `names`."""
+    """Let `pytorch_lightning` accept `strategies`, and build them by `names`, from the time of its import on."""
     if _other is None:
+        _shared.append((strategies, names))
         return
     theirs = importlib.import_module(f"{_PYTORCH_LIGHTNING}.strategies")
     for strategy in strategies:
@@ -326,12 +311,57 @@ def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[]
             theirs.StrategyRegistry.register(name, building(build), description=entry["description"])
 
 
-_open_door(_LIGHTNING, "lightning.fabric", (lambda strategy: None) if _other is None else _return)
-if _other is not None:
-    sys.meta_path.append(_TwinFinder())
+_shared: list[tuple[Iterable[type], Mapping[str, Callable[[], Any]]]] = []
+
+
+def _join(module: ModuleType) -> None:
+    """Let the classes of this library work with `pytorch_lightning`, which was just imported."""
+    global _other
+    if _other is not None or module.__version__.split(".")[0] != "2":
+        return
+    _other = module
+    Callback.__bases__ = kinds_of(lightning.pytorch.Callback)
+    for strategies, names in _shared:
+        share_strategies(strategies, names)
     _open_door(_PYTORCH_LIGHTNING, "lightning_fabric", _enter)
     # Until the first Trainer, messages follow the first imported package, which is probably the user's.
     if next(name for name in sys.modules if name in (_LIGHTNING, _PYTORCH_LIGHTNING)) == _LIGHTNING:
         _report_as(_LIGHTNING, "lightning.fabric")
     else:
         _report_as(_PYTORCH_LIGHTNING, "lightning_fabric")
+
+
+class _Expecting(MetaPathFinder):
+    """Finds `pytorch_lightning` as other finders do, and calls `_join` at the end of its import.
+
+    Most installations have the package and never use it; its import takes as long as that of this library.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _PYTORCH_LIGHTNING:
+            return None
+        # Other finders only, and then again: code may ask for a package that it does not import.
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_join(module: ModuleType) -> None:
+                run(module)
+                _join(module)
+
+            spec.loader.exec_module = run_and_join  # type: ignore[method-assign]
+        return spec
+
+
+_open_door(_LIGHTNING, "lightning.fabric", lambda strategy: None if _other is None else _return(strategy))
+sys.meta_path.append(_TwinFinder())
+if (_found := sys.modules.get(_PYTORCH_LIGHTNING)) is None:
+    sys.meta_path.insert(0, _Expecting())
+else:
+    _join(_found)

@@ -301,7 +301,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_parallel import MeasuringCallback, StepBreakdown, TensorParallelStrategy
 from tests.strategies.models import Net, loader
 
-assert MeasuringCallback.__mro__[1] is Callback
+assert MeasuringCallback.__mro__[1].__bases__ == (Callback,)
 trainer = Trainer(accelerator="cpu", devices=1, strategy=TensorParallelStrategy(), max_epochs=1, logger=False,
                   enable_checkpointing=False, callbacks=[StepBreakdown()])
 trainer.fit(Net().double(), loader(), loader())
@@ -314,6 +314,43 @@ def test_without_the_other_package(tmp_path):
     path.write_text(SCRIPT)
     _, out, err = run_script(path)
     assert "DONE True" in out, err
+
+
+LATE = """
+import importlib.util
+import sys
+
+for name in [name for name in sys.modules if name.startswith(("lightning_parallel", "pytorch_lightning"))]:
+    del sys.modules[name]
+
+from lightning_parallel import StepBreakdown, TensorParallelStrategy
+from lightning_parallel.compat.twins import Callback
+from lightning.pytorch import Callback as OfLightning
+
+assert "pytorch_lightning" not in sys.modules
+
+class Own(Callback):
+    pass
+
+own = Own()
+assert importlib.util.find_spec("pytorch_lightning")  # asks, and does not import
+import pytorch_lightning
+from tests.strategies.models import loader
+from tests.strategies.test_both_packages import project
+
+assert isinstance(own, pytorch_lightning.Callback) and isinstance(own, OfLightning)
+trainer = pytorch_lightning.Trainer(accelerator="cpu", devices=1, strategy=TensorParallelStrategy(), max_epochs=1,
+                                    logger=False, enable_checkpointing=False, callbacks=[own, StepBreakdown()])
+trainer.fit(project("pytorch_lightning")(), loader())
+print("DONE", isinstance(trainer.strategy, TensorParallelStrategy), trainer.global_step > 0)
+"""
+
+
+def test_the_other_package_may_come_later(tmp_path):
+    path = tmp_path / "project.py"
+    path.write_text(LATE)
+    _, out, err = run_script(path)
+    assert "DONE True True" in out, err
 
 
 class _Interrupt(twins.Callback):

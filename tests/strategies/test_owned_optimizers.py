@@ -138,7 +138,7 @@ class Varied(Deep):
         every = [each for each in self.parameters() if each.dim() == 2 or (self.case != "muon" and each.numel() > 1)]
         groups = [{"params": every[::2], "weight_decay": 0.1}, {"params": every[1::2], "weight_decay": 0.0}]
         if self.case == "mixed":
-            groups = [{"params": every[at::3], "weight_decay": 0.1, "rule": each} for at, each in enumerate(Mixed.RULES)]
+            groups = [{"params": every[at::3], "weight_decay": 0.1, "rule": it} for at, it in enumerate(Mixed.RULES)]
         elif self.case != "muon":
             groups.append({"params": [self.scale]})
         optimizer = MAKERS[self.case](groups)
