@@ -1,6 +1,6 @@
 """Sharded checkpoints beside `torch.distributed.checkpoint` and `torch.save`, on one disk, in turn, in one run.
 
-    python benchmarks/checkpoint.py [--ranks 2] [--megabytes 256] [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoint.py [--ranks 2] [--megabytes 256] [--rounds 5] [--folder DIR] [--stall]
 
 Every rank holds rows of the same matrices. Ours writes checksums and reads against them; all of them sync what they
 write. `torch.save` gathers on the first rank, and each rank maps the file and takes its rows. A load begins when the
@@ -9,7 +9,11 @@ file is in the system's cache, as that of a run that restarts.
     save, load     seconds per GB, median of the rounds; ratios to ours
     reshard        bytes that a rank reads, for each byte that it needs: a rank reads whole blocks of 1 MiB, so that it
                    can check each block alone
-    background     what a save costs the steps beside it: steps that sleep stand in for a device
+    stall          seconds that training waits in a save, the longest of all ranks; its ratio to our synchronous save,
+                   that of the training thread's processor time (`busy`), and that of the first save, which in the
+                   background also makes the memory of its copies; what the steps beside a save take longer in sum.
+                   Steps that sleep stand in for a device. `torch.distributed.checkpoint.async_save` writes in a
+                   thread, and in a process with a stager that shares and keeps its memory
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +37,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
@@ -42,7 +48,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard
 
 WIDTH = 1024
-STEPS, STEP_S = 20, 0.1
+STEPS, STEP_S = 12, 0.1
 
 
 def state(count: int, group: Group) -> tuple[dict[str, Tensor], Shard]:
@@ -186,31 +192,101 @@ def resharding(path: str) -> list[tuple[str, float, float]]:
     return rows
 
 
-def background(local: dict[str, Tensor], rule: Shard, group: Group, folder: Path) -> tuple[float, float]:
-    """Seconds that a save costs the steps around it: one that they wait for, and one in the background."""
+@dataclass
+class Saver:
+    """A way to save between two steps.
 
-    def steps(writer: ShardedWriter | None) -> float:
-        def run() -> None:
-            for number in range(STEPS):
-                if number == 1 and writer is not None:
-                    writer.save(as_checkpoint(local, rule, group.rank), str(folder / "background.ckpt"))
-                time.sleep(STEP_S)
-                dist.all_reduce(torch.zeros(1))
+    Attributes:
+        name: Of the way.
+        save: Begins a save at a path; returns what waits for its end.
+    """
 
-        taken = seconds(run)
-        if writer is not None:
-            writer.wait()
-        return taken
+    name: str
+    save: Callable[[str], Callable[[], object] | None]
 
+
+def distributed_savers(tensors: dict[str, DTensor], ranks: tuple[int, ...]) -> list[Saver]:
+    """The peer in the background; older releases of torch know only a thread."""
+    # Its thread exchanges plans, for which it takes a group of its own.
+    messages = dist.new_group(list(ranks), backend="gloo")
+
+    def in_thread(path: str) -> Callable[[], object]:
+        return dcp.async_save(tensors, checkpoint_id=path, process_group=messages).result
+
+    savers = [Saver("torch's async_save, thread", in_thread)]
+    if hasattr(staging, "DefaultStager"):
+        stager = staging.DefaultStager(staging.StagingOptions(False, True, False, False))
+        kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+
+        def in_process(path: str) -> Callable[[], object]:
+            options = {"process_group": messages, "async_checkpointer_type": kind, "async_stager": stager}
+            return dcp.async_save(tensors, checkpoint_id=path, **options).result
+
+        savers.append(Saver("torch's async_save, process", in_process))
+    return savers
+
+
+def stalls(savers: list[Saver], folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a stall, its processor time, all steps beyond those without a save, and the first stall, by way."""
+
+    def steps(saver: Saver, path: str) -> list[float]:
+        stall, busy, wait = 0.0, 0.0, None
+        dist.barrier()
+        start = time.perf_counter()
+        for number in range(STEPS):
+            if number == 1:
+                begin, busy = time.perf_counter(), time.thread_time()
+                wait = saver.save(path)
+                stall, busy = time.perf_counter() - begin, time.thread_time() - busy
+            time.sleep(STEP_S)
+            dist.all_reduce(torch.zeros(1))
+        taken = torch.tensor([stall, busy, time.perf_counter() - start], dtype=torch.float64)
+        if wait is not None:
+            wait()
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        dist.barrier()
+        return taken.tolist()
+
+    savers = [Saver("", lambda path: None), *savers]
+    times: dict[str, list[list[float]]] = {saver.name: [] for saver in savers}
+    for number in range(rounds + 1):
+        for turn in range(len(savers)):
+            which = (turn + number) % len(savers)
+            path = folder / f"stall-{which}-{number}.ckpt"
+            times[savers[which].name].append(steps(savers[which], str(path)))
+            if dist.get_rank() == 0:
+                shutil.rmtree(path, ignore_errors=True)
+    # The least of all rounds, which other processes disturb least.
+    least = {name: [min(kind) for kind in zip(*found[1:])] for name, found in times.items()}
+    _, _, plain = least.pop("")
+    return {name: [stall, busy, total - plain, times[name][0][0]] for name, (stall, busy, total) in least.items()}
+
+
+def stall_table(sides: list, local: dict[str, Tensor], rule: Shard, group: Group, folder: Path, rounds: int) -> Table:
+    """Stalls of a synchronous save and of saves in the background."""
     own = Group("checkpoint", group.ranks, group.rank, dist.new_group(list(group.ranks)))
-    writers = [None, ShardedWriter(group, {}), ShardedWriter(own, {}, in_background=True)]
-    times = [[steps(writer) for writer in writers] for _ in range(4)][1:]
-    plain, waited, behind = (statistics.median(kind) for kind in zip(*times))
-    writers[2].close()
-    return waited - plain, behind - plain
+    behind = ShardedWriter(own, {}, in_background=True)
+
+    def in_background(path: str) -> Callable[[], object]:
+        behind.save(as_checkpoint(local, rule, group.rank), path)
+        return behind.wait
+
+    savers = [
+        Saver("sharded, synchronous", sides[0].save),
+        Saver("torch's save, synchronous", sides[1].save),
+        Saver("sharded, async_save", in_background),
+        *distributed_savers(sides[1].tensors, group.ranks),
+    ]
+    found = stalls(savers, folder, rounds)
+    behind.close()
+    waited = found["sharded, synchronous"][0]
+    table = Table("", "stall s", "ratio", "busy", "first", "steps longer, s", title="stall (target <= 0.05)")
+    for name, (stall, busy, longer, first) in found.items():
+        table.add_row(name, f"{stall:.4f}", *(f"{one / waited:.3f}" for one in (stall, busy, first)), f"{longer:.3f}")
+    return table
 
 
-def work(rank: int, ranks: int, megabytes: int, rounds: int, folder: str, file: str) -> None:
+def work(rank: int, ranks: int, megabytes: int, rounds: int, is_stall: bool, folder: str, file: str) -> None:
     """Measure; rank 0 prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
@@ -218,23 +294,19 @@ def work(rank: int, ranks: int, megabytes: int, rounds: int, folder: str, file: 
     local, rule = state(max(1, megabytes // 4), group)
     total = sum(tensor.nbytes for tensor in local.values()) * ranks / 1e9
     sides = [kind(local, rule, group) for kind in (Ours, Distributed, OneFile)]
-    times = save_and_load(sides, local, Path(folder), rounds, rank)
-    waited, behind = background(local, rule, group, Path(folder))
-    if rank == 0:
+    console = Console(quiet=rank > 0)
+    if not is_stall:
+        times = save_and_load(sides, local, Path(folder), rounds, rank)
         table = Table("", "save s/GB", "ratio", "load s/GB", "ratio", title=f"{total:.2f} GB, {ranks} ranks")
         for side, (save, load) in zip(sides, times):
             numbers = (save / total, save / times[0][0], load / total, load / times[0][1])
             table.add_row(side.name, *(f"{number:.2f}" for number in numbers))
-        console = Console()
         console.print(table)
         table = Table("read by", "bytes read / needed", "target <=", title="reshard")
-        for name, ratio, target in resharding(str(Path(folder) / "0.ckpt")):
+        for name, ratio, target in resharding(str(Path(folder) / "0.ckpt")) if rank == 0 else ():
             table.add_row(name, f"{ratio:.3f}", f"{target:.2f}")
         console.print(table)
-        console.print(
-            f"a save costs the steps {waited:.3f} s, in the background {behind:.3f} s: {behind / waited:.1%}"
-            " (target <= 10 %)"
-        )
+    console.print(stall_table(sides, local, rule, group, Path(folder), rounds))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -245,10 +317,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stall", action="store_true", help="measure the stall alone")
     parser.add_argument("--folder", help="on the disk to measure (default: that of temporary files)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        arguments = (given.ranks, given.megabytes, given.rounds, folder, f"{folder}/ranks")
+        arguments = (given.ranks, given.megabytes, given.rounds, given.stall, folder, f"{folder}/ranks")
         mp.spawn(work, args=arguments, nprocs=given.ranks)
 
 

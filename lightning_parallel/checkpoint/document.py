@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
+
 __all__ = ["decode", "encode"]
 
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
@@ -44,7 +46,9 @@ def encode(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], list[
         TypeError: If values have no form in JSON; names the path of each value.
     """
     encoder = _Encoder()
-    document = encoder.encode(checkpoint, "")
+    # Facts of a tensor need no code of its subclass, which would take most of the time, or read a stored tensor.
+    with DisableTorchFunctionSubclass():
+        document = encoder.encode(checkpoint, "")
     if encoder.problems:
         listed = "\n".join(f"  {problem}" for problem in encoder.problems)
         raise TypeError(

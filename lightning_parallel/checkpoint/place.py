@@ -192,10 +192,17 @@ def _free_space(folder: Path) -> str:
 
 
 def sync_file(stream: Any) -> None:
-    """Wait until the content of a file is on the disk."""
+    """Wait until the content of a file is on the disk.
+
+    Raises:
+        OSError: If the storage reports only now that it could not keep the content.
+    """
     stream.flush()
-    with suppress(OSError, AttributeError, ValueError):  # not a file of the operating system
-        os.fsync(stream.fileno())
+    try:
+        descriptor = stream.fileno()
+    except (OSError, AttributeError, ValueError):
+        return  # not a file of the operating system
+    os.fsync(descriptor)
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:

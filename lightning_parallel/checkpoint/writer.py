@@ -2,7 +2,7 @@
 
     all      encode the dict, find the tensors of this rank  (in the background: copy them; training goes on)
     first    begin the folder
-    all      write a file, compute checksums, sync
+    all      write a file, compute checksums, sync  (in the background: in a process of its own, see `staging`)
     all      exchange the places of the tensors, or the error
     first    check that every element is there once, write the manifest, rename the folder
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -27,12 +26,15 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.block_writer import BlockWriter
 from lightning_parallel.checkpoint.document import encode
 from lightning_parallel.checkpoint.folder import Folder, NewFolder
 from lightning_parallel.checkpoint.manifest import BLOCK, Manifest, SavedPart, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.place import new_key, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.reader import bands_of, bytes_of
+from lightning_parallel.checkpoint.staging import StagedCopy, Staging, bytes_in
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
 from lightning_parallel.tensor.sharding import Range
 from lightning_parallel.tracing.spans import bytes_text
 
@@ -114,7 +116,7 @@ def as_parts(full: Mapping[str, Any], is_mine: bool) -> dict[str, Any]:
 
 @dataclass
 class _Snapshot:
-    """The parts that this rank writes, taken between two steps."""
+    """The parts that this rank writes, taken between two steps; copies of them in the background."""
 
     target: Folder
     document: Any
@@ -122,6 +124,7 @@ class _Snapshot:
     parts: dict[str, TensorPart]
     step: int
     is_apart: bool
+    copy: StagedCopy | None
 
 
 class ShardedWriter:
@@ -145,6 +148,8 @@ class ShardedWriter:
         self._report = report if group.rank == 0 else None
         # One thread: its saves communicate, so all ranks must run them in one order.
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        # One copy is written, and others may wait.
+        self._staging = Staging(_MOST_PENDING + 1) if in_background else None
         self._pending: list[Future[None]] = []
         self._failure: Exception | None = None
 
@@ -219,9 +224,11 @@ class ShardedWriter:
             raise failure
 
     def close(self) -> None:
-        """End the thread after all checkpoints are written."""
+        """End the thread and the process after all checkpoints are written."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        if self._staging is not None:
+            self._staging.close()
 
     # ------------------------------------------------------------------------------------------------------- snapshot
 
@@ -241,17 +248,21 @@ class ShardedWriter:
                 # Equal on every rank, or a tensor of the first rank, as in a full checkpoint.
                 part = TensorPart(tensor.detach() if self._group.rank == 0 else None)
             if part.local is not None:
-                parts[name] = part if self._thread is None else _copied(part)
-        # The copies are asynchronous, and the next step would overwrite their sources.
-        if self._thread is not None and torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-        described = {
-            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hasattr(tensor, "part"))
-            for name, tensor in tensors.items()
-        }
+                parts[name] = part
+        with DisableTorchFunctionSubclass():
+            described = {
+                name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hasattr(tensor, "part"))
+                for name, tensor in tensors.items()
+            }
         step = checkpoint.get("global_step", 0)
         step = step if type(step) is int and step >= 0 else 0
-        return _Snapshot(target, document, described, parts, step, is_apart), left_out
+        copy = None
+        if self._staging is not None:
+            names = _in_file_order(parts)
+            copy = self._staging.copy([_local(parts[name]) for name in names])
+            copied = zip(names, copy.tensors)
+            parts = {name: TensorPart(local, parts[name].dim, parts[name].ranges) for name, local in copied}
+        return _Snapshot(target, document, described, parts, step, is_apart, copy), left_out
 
     # --------------------------------------------------------------------------------------------------------- commit
 
@@ -263,6 +274,9 @@ class ShardedWriter:
             self._write(snapshot)
         except Exception as error:
             self._failure = self._failure or error
+        finally:
+            if snapshot is not None and snapshot.copy is not None:
+                snapshot.copy.release()
 
     def _write(self, snapshot: _Snapshot) -> None:
         # One key for all ranks, so that they write into one hidden folder.
@@ -275,7 +289,7 @@ class ShardedWriter:
                     NewFolder.begin(snapshot.target, key)
             with comm.failing_together(self._group):
                 file = new.file(self._group.ranks[self._group.rank])
-                size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
+                size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot), snapshot.copy)
             # Only now may the first rank commit: all ranks have synced their files.
             everyone = comm.all_gather_object((file, size, parts), self._group)
             with comm.failing_together(self._group):
@@ -288,7 +302,7 @@ class ShardedWriter:
         report = self._report
         if report is None:
             return None
-        total = sum(_local(part).nbytes for part in snapshot.parts.values())
+        total = sum(bytes_in(_local(part)) for part in snapshot.parts.values())
         written, due = 0, time.monotonic() + REPORT_EVERY_S
 
         def seen(count: int) -> None:
@@ -332,15 +346,6 @@ def _remove(path: str) -> None:
         warnings.warn(f"Cannot remove the checkpoint {path}: {error}. It takes space until it is removed", stacklevel=2)
 
 
-def _copied(part: TensorPart) -> TensorPart:
-    assert part.local is not None
-    if part.local.device.type == "cpu":
-        return TensorPart(part.local.detach().clone(), part.dim, part.ranges)
-    # Into pinned memory, without a wait: `_snapshot` waits once for all copies.
-    pinned = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=True)
-    return TensorPart(pinned.copy_(part.local.detach(), non_blocking=True), part.dim, part.ranges)
-
-
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of installed packages by name; a package that only exists as sources is left out."""
     found = {}
@@ -356,7 +361,11 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def write_file(
-    folder: Folder, file: str, parts: Mapping[str, TensorPart], seen: Callable[[int], None] | None = None
+    folder: Folder,
+    file: str,
+    parts: Mapping[str, TensorPart],
+    seen: Callable[[int], None] | None = None,
+    copy: StagedCopy | None = None,
 ) -> tuple[int, dict[str, SavedPart]]:
     """Write parts of tensors to a `safetensors` file, one after the other.
 
@@ -365,17 +374,46 @@ def write_file(
         file: Name of the file.
         parts: The parts, by name of the tensor.
         seen: Called with the number of bytes of each block.
+        copy: The copy of exactly these parts. Its process writes to a folder of this host.
 
     Returns:
         The size of the file, and the place of each part in it.
     """
+    names = _in_file_order(parts)
+    head, path = _head(names, parts), folder.file(file)
+
+    def write() -> list[tuple[int, list[int]]]:
+        if copy is not None and folder.is_local:
+            written = copy.write(path, head, BLOCK, seen)
+        else:
+            with open(path, "wb") if folder.is_local else folder.fs.open(path, "wb") as stream:
+                stream.write(head)
+                written = [_write_part(stream, parts[name], seen) for name in names]
+                sync_file(stream)
+        if folder.is_local:
+            sync_folder(folder.path)
+        return written
+
+    # Each attempt writes the file from its beginning.
+    begin, found = len(head), {}
+    for name, (size, checksums) in zip(names, retried(write)):
+        found[name] = SavedPart(file, begin, size, parts[name].dim, parts[name].ranges, tuple(checksums))
+        begin += size
+    return begin, found
+
+
+def _in_file_order(parts: Mapping[str, TensorPart]) -> list[str]:
     # The library expects tensors without gaps, each at a multiple of its element size: large elements come first.
-    names = sorted(parts, key=lambda name: (-_local(parts[name]).element_size(), name))
+    return sorted(parts, key=lambda name: (-_local(parts[name]).element_size(), name))
+
+
+def _head(names: Sequence[str], parts: Mapping[str, TensorPart]) -> bytes:
+    """Return the beginning of a file: the length of its header in eight bytes, and the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
         local, part = _local(parts[name]), parts[name]
-        size = local.numel() * local.element_size()
+        size = bytes_in(local)
         dtype, shape = _stored_as(local)
         key = name if part.ranges is None else f"{name}[{part.dim}: {', '.join(f'{a}..{b}' for a, b in part.ranges)}]"
         header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
@@ -383,22 +421,7 @@ def write_file(
     head = json.dumps(header).encode()
     # The data begin at a multiple of eight bytes, as in files of the library.
     head += b" " * (-len(head) % 8)
-
-    def write() -> dict[str, SavedPart]:
-        with open(folder.file(file), "wb") if folder.is_local else folder.fs.open(folder.file(file), "wb") as stream:
-            stream.write(len(head).to_bytes(8, "little") + head)
-            begin, found = 8 + len(head), {}
-            for name in names:
-                found[name] = _write_part(stream, file, begin, parts[name], seen)
-                begin += found[name].num_bytes
-            sync_file(stream)
-        if folder.is_local:
-            sync_folder(folder.path)
-        return found
-
-    # Each attempt writes the file from its beginning.
-    found = retried(write)
-    return 8 + len(head) + at, found
+    return len(head).to_bytes(8, "little") + head
 
 
 def _stored_as(local: Tensor) -> tuple[str, list[int]]:
@@ -413,24 +436,9 @@ def _local(part: TensorPart) -> Tensor:
     return part.local
 
 
-def _write_part(stream: Any, file: str, begin: int, part: TensorPart, seen: Callable[[int], None] | None) -> SavedPart:
-    size = crc = 0
-    checksums = []
+def _write_part(stream: Any, part: TensorPart, seen: Callable[[int], None] | None) -> tuple[int, list[int]]:
+    writer = BlockWriter(stream, BLOCK, seen)
     # One tensor at a time in the host's memory.
     for band in bands_of(_local(part), BLOCK):
-        data = memoryview(bytes_of(band).data)
-        while len(data):
-            # A band of rows may end inside a block.
-            piece, data = data[: BLOCK - size % BLOCK], data[BLOCK - size % BLOCK :]
-            # Before the write, while the piece is in the processor's cache.
-            crc = zlib.crc32(piece, crc)
-            stream.write(piece)
-            size += len(piece)
-            if size % BLOCK == 0:
-                checksums.append(crc)
-                crc = 0
-            if seen is not None:
-                seen(len(piece))
-    if size % BLOCK:
-        checksums.append(crc)
-    return SavedPart(file, begin, size, part.dim, part.ranges, tuple(checksums))
+        writer.write(memoryview(bytes_of(band).data))
+    return writer.end_part()

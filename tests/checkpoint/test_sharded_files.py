@@ -521,15 +521,17 @@ def test_storage_that_fails_for_a_moment_is_tried_again(checkpoint, monkeypatch)
     assert value_at(checkpoint) == 2.0
     failures.clear()
 
-    def fsync(descriptor):
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.EIO, "of the folder")
-        os.fsync(descriptor)
+    for is_folder, what in ((True, "of the folder"), (False, "of the file")):
 
-    monkeypatch.setattr(place, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
-    with pytest.raises(OSError, match="of the folder"):
-        write(checkpoint, 3.0)
-    assert value_at(checkpoint) == 2.0
+        def fsync(descriptor, is_folder=is_folder, what=what):
+            if os.path.isdir(f"/proc/self/fd/{descriptor}") is is_folder:
+                raise OSError(errno.EIO, what)
+            os.fsync(descriptor)
+
+        monkeypatch.setattr(place, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+        with pytest.raises(OSError, match=what):
+            write(checkpoint, 3.0)
+        assert value_at(checkpoint) == 2.0
     assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]
 
 

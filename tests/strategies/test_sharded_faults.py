@@ -135,7 +135,7 @@ def test_an_error_of_one_rank_in_the_background_ends_the_run_at_one_step(group, 
             over.set()
 
     gone = pytest.raises((OSError, RuntimeError), match="the storage is gone")
-    with patched(writer, "_write_part", broken if group.rank == 1 else writer._write_part), gone:
+    with patched(writer, "write_file", broken if group.rank == 1 else writer.write_file), gone:
         fit(Deep(), strategy(async_save=True), 2, callbacks=[save, Wait()], max_epochs=1, **QUICK)
     assert save.steps == ([1, 2] if fails == "late" else [1]), "the rank that fails and the others stop alike"
     comm.barrier(group)
@@ -146,7 +146,7 @@ def test_an_error_of_one_rank_in_the_background_ends_the_run_at_one_step(group, 
 def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group):
     folder = shared_folder(group)
     go_on = threading.Event()
-    real = writer._write_part
+    real = writer.write_file
 
     def slow(*args, **kwargs):
         go_on.wait(30)
@@ -157,7 +157,7 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group
             assert not (folder / "a.ckpt").exists()
             go_on.set()
 
-    with patched(writer, "_write_part", slow):
+    with patched(writer, "write_file", slow):
         plugins = [AsyncCheckpointIO()]
         options = {"callbacks": [SaveAt(folder / "a.ckpt"), Release()], "max_epochs": 1, "plugins": plugins, **QUICK}
         trainer = fit(Deep(), strategy("tensor"), 2, **options)
@@ -207,13 +207,13 @@ def test_buffers_are_those_of_the_first_replica_and_a_save_after_the_run_is_wait
     trainer = fit(Buffered(), data, 2, 2, max_epochs=1, **QUICK)
     found = SavedCheckpoint.open(str(path)).checkpoint()["state_dict"]
     assert [(found[name] * 1).tolist() for name in "abc"] == [[1.0, 1.0]] * 3
-    real = writer._write_part
+    real = writer.write_file
 
     def slow(*args, **kwargs):
         time.sleep(0.01)
         return real(*args, **kwargs)
 
-    with patched(writer, "_write_part", slow):
+    with patched(writer, "write_file", slow):
         trainer.save_checkpoint(path.with_name("b.ckpt"))
     assert SavedCheckpoint.open(str(path.with_name("b.ckpt"))).manifest.step == 2
 
