@@ -32,6 +32,7 @@ from lightning_parallel.compat.torch import map_only, pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
 from lightning_parallel.pipeline.p2p import (
+    FAILURE,
     LostMessageError,
     Message,
     MessageGroups,
@@ -62,8 +63,6 @@ from lightning_parallel.step_trace.placeholder import (
 )
 
 __all__ = ["ScheduleRun"]
-
-_FAILURE = MessageLayout(-1, (), (), is_failure=True)
 
 
 class _FailedBeforeError(BaseException):
@@ -233,7 +232,7 @@ class ScheduleRun:
             if stage > 0 and state.layout is None:
                 state.layout = self.messages.receive_activations(action).layout
             if not is_last and not self._has_sent:
-                self.messages.send_activations(stage, microbatch, Message(_FAILURE, ()))
+                self.messages.send_activations(stage, microbatch, Message(FAILURE, ()))
         elif kind is not Kind.W:
             if not is_last and not self._has_received:
                 self.messages.receive_gradients(action)

@@ -60,12 +60,16 @@ def test_a_description_is_sent_only_when_it_changes(group):
             engine.forward_backward(step, part)
         return [record.bytes for record in records if record.op == ("recv" if group.rank else "send")]
 
-    header, hidden = 24, 2 * 10 * 16 * 8
+    word, hidden = 32, 2 * 10 * 16 * 8
     first = messages(4)
-    assert (first[0], *first[2:]) == (header, hidden, header, hidden), "a description follows the first header"
-    assert messages(4) == [header, hidden] * 2
+    assert (first[0], *first[2:]) == (word, hidden, word, hidden), "a description follows the first word"
+    assert messages(4) == [hidden + word] * 2
     changed = messages(2)
-    assert (changed[0], *changed[2:]) == (header, hidden // 2, header, hidden // 2)
+    # The tensors that were expected travel once more.
+    assert (changed[0], *changed[2:]) == (hidden + word, hidden // 2, word, hidden // 2)
+    assert messages(2) == [hidden // 2 + word] * 2
+    # A known layout has a number.
+    assert messages(4) == [hidden // 2 + word, hidden, word, hidden]
 
 
 @distributed(world_size=2)

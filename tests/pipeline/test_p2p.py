@@ -5,10 +5,12 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.p2p import Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
-from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.p2p import FAILURE, Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
+from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule, forward_only
 from tests.harness import RankError, distributed, recorded_communication, run
 from tests.strict_order import strict_order
 
@@ -143,3 +145,77 @@ def _leave(group):
     if group.rank == 0:
         os._exit(3)
     links.receive_activations(Action(Kind.F, 1, 0))
+
+
+def rows(count, start=0.0):
+    """A message of `count` rows of numbers from `start` on."""
+    return message(torch.arange(float(start), start + 2 * count).view(count, 2).requires_grad_())
+
+
+def channels_of(group, schedule):
+    """A group for each channel, which carries one operation after the other, as the strategy makes them for NCCL."""
+    found = {}
+    for sender, receiver, kind in schedule.channels:
+        made = dist.new_group(list(group.ranks))
+        found[sender, receiver, kind] = Group(f"{kind.name}", group.ranks, group.rank, made)
+    return found
+
+
+@distributed(world_size=2)
+def test_layouts_that_change_at_any_message_arrive_by_the_rules_of_nccl(group):
+    """Steady, then changed in the middle, back to a known one, empty, in evaluation beside training, and after that."""
+    lengths = [(3, 3, 3, 3), (3, 3, 5, 3), (3, 3, 3, 3), (4, 5, 6, 7), (7, 7, 7, 7), (7, 0, 7, 7), (7, 7, 7, 7)]
+    with strict_order():
+        trained, evaluated = build_schedule("1f1b", 2, 4), forward_only(build_schedule("1f1b", 2, 4))
+        channels, layouts = channels_of(group, trained), MessageLayouts()
+        for step, counts in enumerate(lengths):
+            for schedule in (trained, evaluated):
+                links = StageMessages(group, schedule, CPU, layouts, channels)
+                links.post()
+                for action in schedule.rows[group.rank]:
+                    kind, _, number = action
+                    sent = rows(counts[number] + (not schedule.is_training), 10 * step + number)
+                    if kind is Kind.F and group.rank == 0:
+                        links.send_activations(0, number, sent)
+                    elif kind is Kind.F:
+                        got = links.receive_activations(action)
+                        assert got.layout == sent.layout
+                        assert torch.equal(got.tensors[0], sent.tensors[0])
+                    elif group.rank == 0:
+                        assert torch.equal(links.receive_gradients(action)[0], 2 * sent.tensors[0])
+                    else:
+                        links.send_gradients(1, number, [2 * sent.tensors[0].detach()])
+                links.finish()
+                assert not links._posted, "a later message would fill it"
+
+
+@distributed(world_size=2)
+def test_a_failure_fills_what_was_expected_and_leaves_the_layouts(group):
+    schedule, layouts = forward_only(build_schedule("gpipe", 2, 3)), MessageLayouts()
+    for failing in (None, 1, None):
+        links = StageMessages(group, schedule, CPU, layouts)
+        links.post()
+        for number in range(3):
+            sent = Message(FAILURE, ()) if number == failing else rows(3, number)
+            if group.rank == 0:
+                links.send_activations(0, number, sent)
+            else:
+                got = links.receive_activations(Action(Kind.F, 1, number))
+                assert got.layout.is_failure == (number == failing)
+                assert len(got.tensors) == (number != failing)
+        links.finish()
+
+
+@distributed(world_size=2)
+def test_a_message_is_under_way_before_it_is_wanted(group):
+    """From the third on, a stage has begun to receive a message when the one before has come."""
+    links = StageMessages(group, forward_only(build_schedule("gpipe", 2, 4)), CPU, MessageLayouts())
+    links.post()
+    for number in range(4):
+        if group.rank == 0:
+            links.send_activations(0, number, rows(3, number))
+            continue
+        links.receive_activations(Action(Kind.F, 1, number))
+        ahead = links._posted.get((Kind.F, 0))
+        assert [len(each) for each in ahead.buffers] == ([3] if number else []) if number < 3 else ahead is None
+    links.finish()

@@ -152,13 +152,15 @@ def makespan(schedule, costs):
     """Play a schedule by NCCL's rules; returns the end of the last action. Raises CycleError if it waits in a circle.
 
     A message is one event on both of its ends. It begins when its sender has computed it, when the receiver has reached
-    the action that needs it, and when all messages that were issued before to the same group, on either end, are over.
+    the action that used the message before, and when all messages that were issued before to the same group, on either
+    end, are over.
     """
     after = {}  # event -> events that have to be over before
     seconds = {}
     for rank, row in enumerate(schedule.rows):
         computed = None
         issued = {}
+        posted = {}  # (way, sender) -> what was computed when the next receive was issued
 
         def carry(message, group, computed, issued=issued):
             after.setdefault(message, set()).update(event for event in (computed, issued.get(group)) if event)
@@ -174,7 +176,8 @@ def makespan(schedule, costs):
                 other = schedule.stage_ranks[source]
                 message = ("message", way, source, microbatch)
                 if other != rank:
-                    carry(message, (way, other, rank), computed)
+                    carry(message, (way, other, rank), posted.get((way, other)))
+                    posted[way, other] = computed
                     needs.add(message)
             after[action] = needs
             seconds[action] = costs[kind]
