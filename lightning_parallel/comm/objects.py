@@ -6,11 +6,13 @@ A group of one rank communicates nothing. In a pretended group, all ranks give t
 from __future__ import annotations
 
 import io
+import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
 import torch
@@ -22,6 +24,8 @@ from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.work import blocking_call
 
 __all__ = [
+    "Outcome",
+    "RepeatedBroadcast",
     "agree",
     "all_gather_object",
     "barrier",
@@ -216,6 +220,234 @@ def barrier(group: Group) -> None:
                 dist.barrier(group=group.process_group)
 
 
+# ------------------------------------------------------------------------------------- a value in each step
+
+
+_INLINE_BYTES = 1 << 12
+"""Tensors on the CPU up to this size travel with the numbers: every rank sends as many bytes."""
+_CONSTANTS = (str, bool, type(None), torch.dtype, torch.device)
+
+
+class Outcome(NamedTuple):
+    """The end of a step, see `RepeatedBroadcast`.
+
+    Attributes:
+        is_failed: Whether a rank has failed.
+        failure: The error of this rank in making the value.
+        value: The value, if no rank has failed.
+    """
+
+    is_failed: bool
+    failure: Exception | None
+    value: Any
+
+
+class RepeatedBroadcast:
+    """Broadcasts a value of one rank in each step, and tells every rank whether any rank has failed.
+
+    One small collective does both, and nothing is pickled, as long as the value keeps its form: everything in it but
+    numbers and the data of tensors. A new form is described once. Large tensors, and tensors on a device, follow as
+    tensors, so that the host does not wait for the device.
+
+    Args:
+        group: The group.
+        source: Position of the rank with the value.
+        device: Where the other ranks keep tensors that are on a device on that rank.
+    """
+
+    def __init__(self, group: Group, source: int, device: torch.device) -> None:
+        self._group = group
+        self._source = source
+        self._device = device
+        self._form: Any = None
+        # The bytes of the numbers and small tensors of this form.
+        self._num_bytes = 0
+
+    def __call__(self, make: Callable[[], Any], is_failed: bool = False) -> Outcome:
+        """Meet the other ranks; all ranks call it.
+
+        Args:
+            make: Makes the value; called on the rank at `source` only, unless that has failed.
+            is_failed: Whether this rank has failed.
+        """
+        value, failure, packed = None, None, _FormedValue(self._form, b"", [], b"")
+        if self._group.rank == self._source and not is_failed:
+            try:
+                value = make()
+                packed = packed if self._group.process_group is None else self._packed(value)
+            except Exception as error:
+                failure = error
+        is_failed = is_failed or failure is not None
+        if self._group.process_group is None:
+            return Outcome(is_failed, failure, value)
+        first = b"" if is_failed or packed.description else packed.data
+        rest = b"" if is_failed else packed.description
+        head = bytes([is_failed]) + len(rest).to_bytes(_SIZE_BYTES, "little") + first.ljust(self._num_bytes, b"\0")
+        # The bytes of all other ranks are zero, so the maximum is the message of the source.
+        found = _max_bytes(head, self._group)
+        if found[0]:
+            return Outcome(True, failure, None)
+        size = int.from_bytes(found[1 : 1 + _SIZE_BYTES], "little")
+        return Outcome(False, None, self._received(value, packed, found[1 + _SIZE_BYTES :], size))
+
+    def _packed(self, value: Any) -> _FormedValue:
+        numbers, tensors = list[Any](), list[Tensor]()
+        form = _form_of(value, numbers, tensors, {})
+        if form is None:
+            whole, tensors = _pack(value)
+            # No form: the next value is described again.
+            return _FormedValue(None, b"", tensors, pickle.dumps((None, 0, whole)))
+        data = _bytes_of(numbers)
+        is_known = form == self._form
+        return _FormedValue(form, data, tensors, b"" if is_known else pickle.dumps((form, len(data), data)))
+
+    def _received(self, value: Any, packed: _FormedValue, data: bytes, size: int) -> Any:
+        is_source = self._group.rank == self._source
+        described: list[tuple[torch.Size, torch.dtype, bool]] = []
+        if size:
+            buffer = torch.frombuffer(bytearray(packed.description or size), dtype=torch.uint8)
+            found = broadcast_(buffer.to(self._group.host_device), self._group, self._source)
+            form, self._num_bytes, rest = pickle.loads(found.cpu().numpy().tobytes())
+            self._form = packed.form if is_source else form
+            if form is None:
+                tensors = _broadcast_tensors(rest.tensors, packed.tensors, self._group, self._source, self._device)
+                return value if is_source else _Unpickler(rest.data, tensors).load()
+            data = rest
+        _described_in(self._form, described)
+        tensors = _broadcast_tensors(described, packed.tensors, self._group, self._source, self._device)
+        return value if is_source else _rebuilt(self._form, _Reader(data, iter(tensors), []))
+
+
+class _FormedValue(NamedTuple):
+    """A value to send.
+
+    Attributes:
+        form: See `_form_of`; None for a value that must be pickled.
+        data: The numbers and small tensors.
+        tensors: The other tensors.
+        description: The pickled form with the data, if the form is new.
+    """
+
+    form: Any
+    data: bytes
+    tensors: list[Tensor]
+    description: bytes
+
+
+@dataclass
+class _Reader:
+    """The parts of a value.
+
+    Attributes:
+        data: The bytes of numbers and small tensors.
+        tensors: The other tensors.
+        seen: The tensors so far.
+        at: The position in `data`.
+    """
+
+    data: bytes
+    tensors: Iterator[Tensor]
+    seen: list[Tensor]
+    at: int = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        self.at += num_bytes
+        return self.data[self.at - num_bytes : self.at]
+
+
+def _form_of(value: Any, numbers: list[Any], tensors: list[Tensor], seen: dict[int, int | None]) -> Any:
+    """Return the form of a value: equal for values that differ in numbers and in the data of tensors only.
+
+    Args:
+        value: The value.
+        numbers: Is extended by its numbers and small tensors.
+        tensors: Is extended by its other tensors.
+        seen: The tensors, by number, and the containers so far, by `id`.
+
+    Returns:
+        A tuple, or None if the value must be pickled: it holds an object of another class, or a container twice.
+    """
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return "constant", kind, value
+    if kind is float or kind is int and -(1 << 63) <= value < 1 << 63:
+        numbers.append(value)
+        return ("number", kind)
+    if id(value) in seen:
+        return None if (number := seen[id(value)]) is None else ("again", number)
+    if kind is Tensor:
+        if value.requires_grad or value.layout != torch.strided or value.is_conj() or value.is_neg():
+            return None
+        seen[id(value)] = sum(number is not None for number in seen.values())
+        is_on_device = value.device.type != "cpu"
+        is_small = not is_on_device and value.numel() * value.element_size() <= _INLINE_BYTES
+        (numbers if is_small else tensors).append(value)
+        return "tensor", tuple(value.shape), value.dtype, is_on_device, is_small
+    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        keys: tuple[Any, ...] = ()
+        parts: Iterable[Any] = value
+    elif kind is dict and all(type(key) in _CONSTANTS or type(key) is int for key in value):
+        keys, parts = tuple([(type(key), key) for key in value]), value.values()
+    else:
+        return None
+    seen[id(value)] = None
+    forms = [_form_of(part, numbers, tensors, seen) for part in parts]
+    return None if None in forms else ("container", kind, keys, *forms)
+
+
+def _bytes_of(numbers: list[Any]) -> bytes:
+    parts = [
+        struct.pack("<q" if type(each) is int else "<d", each)
+        if not isinstance(each, Tensor)
+        else each.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for each in numbers
+    ]
+    return b"".join(parts)
+
+
+def _described_in(form: Any, found: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
+    """Collect the shapes, dtypes and places of the tensors of a form that do not travel with the numbers."""
+    if form[0] == "container":
+        for part in form[3:]:
+            _described_in(part, found)
+    elif form[0] == "tensor" and not form[4]:
+        found.append((torch.Size(form[1]), form[2], form[3]))
+
+
+def _rebuilt(form: Any, parts: _Reader) -> Any:
+    """Return the value of a form."""
+    what, kind, *rest = form
+    if what == "constant":
+        return rest[0]
+    if what == "number":
+        return struct.unpack("<q" if kind is int else "<d", parts.take(8))[0]
+    if what == "again":
+        return parts.seen[kind]
+    if what == "tensor":
+        dtype, _, is_small = rest
+        if is_small:
+            data = parts.take(math.prod(kind) * dtype.itemsize)
+            flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            parts.seen.append(flat.view(kind))
+        else:
+            parts.seen.append(next(parts.tensors))
+        return parts.seen[-1]
+    keys, *forms = rest
+    values = [_rebuilt(each, parts) for each in forms]
+    if kind is dict:
+        return dict(zip([key for _, key in keys], values))
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
+
+
+def _max_bytes(data: bytes, group: Group) -> bytes:
+    """Return the maximum over the ranks of each byte; all ranks give equally many."""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    if group.host_device != "cpu":
+        # Pinned memory, so that the host need not wait for the copy as well.
+        mine = mine.pin_memory().to(group.host_device, non_blocking=True)
+    return all_reduce_(mine, group, "max", between_hosts=True).cpu().numpy().tobytes()
+
+
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
@@ -288,11 +520,7 @@ def on_any_rank(flags: Sequence[bool], group: Group) -> list[bool]:
 
     The host waits for the other hosts. It waits for a device only if the group communicates on devices only.
     """
-    shared = torch.tensor(flags, dtype=torch.uint8)
-    if group.size > 1 and group.host_device != "cpu":
-        # Pinned memory, so that the host need not wait for the copy as well.
-        shared = shared.pin_memory().to(group.host_device, non_blocking=True)
-    return [bool(flag) for flag in all_reduce_(shared, group, "max", between_hosts=True).tolist()]
+    return [bool(flag) for flag in _max_bytes(bytes(flags), group)] if group.size > 1 else list(flags)
 
 
 def agree(what: str, value: Any, group: Group) -> None:

@@ -194,6 +194,10 @@ class PipelineEngine:
             self._at_once = shared_parameters(module)
         # Kept from step to step: unchanged layouts are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
+        # In training, in evaluation: their values have different forms.
+        self._meetings = {
+            training: comm.RepeatedBroadcast(group, self.last_rank, self.device) for training in (True, False)
+        }
         self._seeds: random.Random | None = None
         self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
@@ -235,6 +239,7 @@ class PipelineEngine:
         synchronize: bool = True,
         skips: Skips | None = None,
         end_stage: Callable[[int], None] | None = None,
+        share: Callable[[StepResult], Any] | None = None,
     ) -> StepResult:
         """Add the gradients of the mean loss over `batch` to `.grad`.
 
@@ -246,19 +251,26 @@ class PipelineEngine:
                 the last may do so.
             skips: The skip connections of this step, by default the plan's; see `find_skips`.
             end_stage: Called with each stage of this rank once the gradients of its parameters are complete.
+            share: Makes `StepResult.shared` on the rank of the last stage. Its error is raised on every rank.
 
         Raises:
             ValueError: If the batch cannot be split.
             RuntimeError: If the model cannot be run in stages, or a rank is lost.
         """
         with torch.enable_grad():
-            result = self._run(step, batch, training=True, scale=scale, skips=skips, end_stage=end_stage)
+            result = self._run(step, batch, training=True, scale=scale, skips=skips, end_stage=end_stage, share=share)
         if synchronize:
             self.reduce_tied_gradients()
         return result
 
     def forward(
-        self, step: Callable[[Any], Any], batch: Any, *, skips: Skips | None = None, is_whole: bool = False
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        skips: Skips | None = None,
+        is_whole: bool = False,
+        share: Callable[[StepResult], Any] | None = None,
     ) -> StepResult:
         """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule.
 
@@ -267,10 +279,11 @@ class PipelineEngine:
             batch: The full batch, the same on all ranks.
             skips: The skip connections of this step, by default the plan's; see `find_skips`.
             is_whole: Whether the batch is not split.
+            share: See `forward_backward`.
         """
         # Placeholders outlive the block, and views of inference tensors cannot be made outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            return self._run(step, batch, training=False, skips=skips, is_whole=is_whole)
+            return self._run(step, batch, training=False, skips=skips, is_whole=is_whole, share=share)
 
     def changes_batch(self, training: bool) -> bool:
         """Tell whether a step of this kind has changed its batch in place."""
@@ -365,6 +378,7 @@ class PipelineEngine:
         skips: Skips | None = None,
         end_stage: Callable[[int], None] | None = None,
         is_whole: bool = False,
+        share: Callable[[StepResult], Any] | None = None,
     ) -> StepResult:
         microbatches = [batch] if is_whole else self._split(batch)
         if len(microbatches) > self.schedule.num_microbatches:
@@ -397,6 +411,8 @@ class PipelineEngine:
             end_stage=end_stage,
             draws=self.draws,
             at_once=self._at_once,
+            share=share,
+            meeting=self._meetings[training],
         )
         result = run()
         self.model.is_first_step &= not training

@@ -103,12 +103,14 @@ class StepResult:
         outputs: The results of the step for each microbatch, detached; empty except on the rank of the last stage.
         weights: The share of each microbatch in the loss; they sum to 1.
         loss: Sum of the microbatches' losses by their weights, on the rank of the last stage in training.
+        shared: A value of the last stage, on every rank; None if the caller asks for none.
     """
 
     microbatches: list[Any]
     outputs: list[Any]
     weights: list[float]
     loss: Tensor | None
+    shared: Any = None
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -114,6 +114,8 @@ class ScheduleRun:
         end_stage: Called with each stage of this rank after its last action.
         draws: The step's draws for all samples; each microbatch gets its rows.
         at_once: Parameters, by `id`, whose gradients do not wait for a W.
+        share: Makes a value of the result on the rank of the last stage, which every rank gets.
+        meeting: Carries the value and the failures, kept from step to step.
     """
 
     model: PipelineStages
@@ -132,6 +134,8 @@ class ScheduleRun:
     end_stage: Callable[[int], None] | None = None
     draws: ReplayedDraws | None = None
     at_once: frozenset[int] = frozenset()
+    share: Callable[[StepResult], Any] | None = None
+    meeting: comm.RepeatedBroadcast | None = None
 
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
@@ -182,7 +186,13 @@ class ScheduleRun:
                     except Exception as error:  # of a hook for a gradient
                         self.failure = error
         self.messages.finish()
-        self._raise_together()
+        outcome = self._met()
+        if outcome.is_failed:
+            self.failure = self.failure or outcome.failure
+            self._raise_together()
+        return replace(self._result(), shared=outcome.value)
+
+    def _result(self) -> StepResult:
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
         # A microbatch without weight may have the loss 0 / 0, and 0 * nan would spread.
         losses = [loss * self.weights[number] for number, loss in sorted(self.losses.items()) if self.weights[number]]
@@ -239,19 +249,21 @@ class ScheduleRun:
             if stage > 0 and not self._has_sent:
                 self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
 
+    def _met(self) -> comm.Outcome:
+        """Meet the other ranks at the end of the step: tell them of a failure, and share a value of the last stage."""
+        share = self.share or (lambda result: None)
+        meeting = self.meeting or comm.RepeatedBroadcast(self.group, self.schedule.stage_ranks[-1], self.model.device)
+        return meeting(lambda: share(self._result()), self.failure is not None)
+
     def _raise_together(self) -> None:
-        """Raise on every rank if an action failed on one rank."""
-        failed = self.failure is not None
-        if self.group.size > 1:
-            [failed] = comm.on_any_rank([failed], self.group)
-        if failed:
-            own = self.failure if isinstance(self.failure, Exception) else None
-            # The traceback of an error keeps this object alive. It must not keep the activations.
-            self.states.clear()
-            texts = comm.all_gather_object(None if own is None else str(own), self.group)
-            first = next((text for text in texts if text is not None), None)
-            # One text for all ranks: stages may stop for different reasons, and the first one causes the rest.
-            comm.raise_together(own if own is not None and str(own) == first else None, self.group)
+        """Raise on every rank: an action failed on one rank."""
+        own = self.failure if isinstance(self.failure, Exception) else None
+        # The traceback of an error keeps this object alive. It must not keep the activations.
+        self.states.clear()
+        texts = comm.all_gather_object(None if own is None else str(own), self.group)
+        first = next((text for text in texts if text is not None), None)
+        # One text for all ranks: stages may stop for different reasons, and the first one causes the rest.
+        comm.raise_together(own if own is not None and str(own) == first else None, self.group)
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action

@@ -1,10 +1,14 @@
 """Checks that ranks make together, and hashes of tensors."""
 
+import pickle
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from lightning_parallel import comm
 from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
+from lightning_parallel.compat import patched
 from tests.harness import distributed
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
@@ -18,6 +22,80 @@ def test_errors_and_disagreements_are_raised_everywhere(group):
     with pytest.raises(TypeError, match="bad" if group.rank else "(?s)bad.*found on rank 1"):
         comm.raise_together(TypeError("bad") if group.rank else None, group)
     comm.raise_together(None, group)
+
+
+class Point(NamedTuple):
+    at: Any
+    name: str = "p"
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+
+def values_of_steps():
+    """Values in an order in which forms repeat and change; the second of a form needs no description."""
+    small, large = torch.arange(3, dtype=torch.bfloat16), torch.arange(9000.0).view(9000, 1)
+    for step in range(2):
+        yield {
+            "loss": torch.tensor(1.5 + step),
+            "n": 3 + step,
+            "x": [True, None, "a", (2.5 * step, Point(small))],
+            1: {},
+        }
+    for step in range(2):
+        yield [large + step, Point(small + step), torch.empty(0, 2), torch.tensor(True), torch.tensor(2j)]
+    yield [large, Point(small, "q"), torch.empty(0, 2), torch.tensor(True), torch.tensor(2j)]
+    yield from [None, None, True, 1, 1.0, -(1 << 63), 1 << 63, Opaque(3), {"a": Opaque(4), "b": large}, (), ((),), []]
+
+
+def is_same(found, value):
+    if isinstance(value, torch.Tensor):
+        return found.dtype == value.dtype and torch.equal(found, value)
+    if isinstance(value, (tuple, list)):
+        return type(found) is type(value) and len(found) == len(value) and all(map(is_same, found, value))
+    if isinstance(value, dict):
+        return list(found) == list(value) and all(is_same(found[key], each) for key, each in value.items())
+    return type(found) is type(value) and found == value
+
+
+@distributed(world_size=3)
+def test_a_value_of_any_form_arrives_in_each_step(group):
+    broadcast = comm.RepeatedBroadcast(group, 1, torch.device("cpu"))
+    for value in values_of_steps():
+        outcome = broadcast(lambda value=value: value if group.rank == 1 else None)
+        assert not outcome.is_failed
+        assert is_same(outcome.value, value)
+        assert (outcome.value is value) <= (group.rank == 1 or type(value) in (int, float, bool, type(None), tuple))
+    tensor = torch.ones(2)
+    once, twice = broadcast(lambda: [tensor, {"again": tensor}]).value
+    assert once is twice["again"], "one tensor stays one"
+
+
+@distributed(world_size=2)
+def test_a_failure_of_any_rank_reaches_all_and_keeps_the_form(group):
+    broadcast = comm.RepeatedBroadcast(group, 1, torch.device("cpu"))
+
+    def failing():
+        raise ValueError("no value")
+
+    assert broadcast(lambda: 1.0).value == 1.0
+    for failed in range(2):
+        # The source meets with a new form, which nobody gets.
+        outcome = broadcast(lambda: "new", group.rank == failed)
+        assert outcome == (True, None, None)
+    outcome = broadcast(failing)
+    assert outcome.is_failed
+    assert str(outcome.failure) == ("no value" if group.rank else "None")
+    outcome = broadcast(lambda: Opaque(lambda: 0))
+    assert outcome.is_failed
+    assert "pickle" in str(outcome.failure) or group.rank == 0
+    with patched(pickle, "dumps", None):
+        assert broadcast(lambda: 2.0).value == 2.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -209,7 +209,8 @@ def test_a_failure_fills_what_was_expected_and_leaves_the_layouts(group):
 @distributed(world_size=2)
 def test_a_message_is_under_way_before_it_is_wanted(group):
     """From the third on, a stage has begun to receive a message when the one before has come."""
-    links = StageMessages(group, forward_only(build_schedule("gpipe", 2, 4)), CPU, MessageLayouts())
+    schedule = forward_only(build_schedule("gpipe", 2, 4))
+    links = StageMessages(group, schedule, CPU, MessageLayouts(), channels_of(group, schedule))
     links.post()
     for number in range(4):
         if group.rank == 0:

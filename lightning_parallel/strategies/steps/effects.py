@@ -266,14 +266,13 @@ def to_device(value: Any, device: torch.device) -> Any:
 # ------------------------------------------------------------------------------------------------------------ logging
 
 
-class _MetricAt:
+class _MetricAt(NamedTuple):
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
-    def __init__(self, path: str, cache: Any, metric: Metric | None = None, batch: BatchStates | None = None) -> None:
-        self.path = path
-        self.cache = cache
-        self.metric = metric
-        self.batch = batch
+    path: str
+    cache: Any
+    metric: Metric | None = None
+    batch: BatchStates | None = None
 
 
 class _BatchValue(NamedTuple):

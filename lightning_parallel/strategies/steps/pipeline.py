@@ -461,8 +461,10 @@ class PipelineSteps:
             self._metrics.are_shared = False
             self._metrics.adopt(effects.metrics.holders)
         try:
-            result = self._in_stages(name, step, batch, skips, end_stage)
-            shared = self._shared(name, result, effects)
+            result = self._in_stages(
+                name, step, batch, skips, end_stage, lambda result: self._merged(name, result, effects)
+            )
+            shared = self._learned(_Shared(*result.shared))
         except PlaceholderError:
             effects.undo()
             raise
@@ -471,7 +473,15 @@ class PipelineSteps:
             if name in ParallelState.of(self.module).whole_batches:
                 effects.undo()
                 return self._run(name, before, kwargs, skips, keeps_output)
-            shared = self._shared(name, result, effects, is_new=shared.is_new)
+            # Only the last stage has outputs; an error in merging them raises on every rank.
+            is_new = shared.is_new
+            again = comm.broadcast_from(
+                lambda: self._merged(name, result, effects, is_new),
+                self.engine.group,
+                self.engine.last_rank,
+                self.device,
+            )
+            shared = self._learned(_Shared(*again))
         # Only now: `module.log` hands the values to the trainer, which cannot take them back.
         effects.repeat(shared.calls, shared.changes, self.device)
         # After `repeat`, which sets the buffers back to the state before the batch.
@@ -487,6 +497,7 @@ class PipelineSteps:
         batch: Any,
         skips: Skips | None,
         end_stage: Callable[[int], None] | None,
+        share: Callable[[StepResult], Any],
     ) -> StepResult:
         """Run a step on the microbatches of a batch."""
         # A step in stages draws from seeded streams. The global generator must keep its state, since it decides the
@@ -497,19 +508,21 @@ class PipelineSteps:
         try:
             if name != _TRAINING:
                 is_whole = name in ParallelState.of(self.module).whole_batches
-                return self.engine.forward(step, batch, skips=skips, is_whole=is_whole)
+                return self.engine.forward(step, batch, skips=skips, is_whole=is_whole, share=share)
             # Tied gradients are summed in `backward`, after their means over the replicas.
             scale = self.gradient_scale()
             with shared_casts(self.device):
                 return self.engine.forward_backward(
-                    step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
+                    step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage, share=share
                 )
         finally:
             self._is_running = False
             torch.set_rng_state(state)
 
-    def _shared(self, name: str, result: StepResult, effects: StepEffects, is_new: bool | None = None) -> _Shared:
-        """Send the merged output, logged values and changes of the last stage to every rank of the pipeline.
+    def _merged(
+        self, name: str, result: StepResult, effects: StepEffects, is_new: bool | None = None
+    ) -> tuple[Any, ...]:
+        """Return the fields of `_Shared`, on the rank of the last stage.
 
         Args:
             name: The step.
@@ -517,26 +530,23 @@ class PipelineSteps:
             is_new: Whether the loss is of a new kind; None if that is not known yet.
         """
         samples = [count_samples(microbatch) for microbatch in result.microbatches]
+        merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
+        output: Any = merge_outputs(result.outputs, merging)
+        if name == _TRAINING:
+            output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
+        with step_context(self.precision, name), self.alone():  # values of metrics are computed again
+            calls, changes = effects.merged(merging)
+        kinds = merging.found if self.is_compared else {}
+        for key, why in merging.unproven.items() if self.is_compared else ():
+            # The self-check has met the attribute before the step does, in a part of the same batch.
+            self._asked.setdefault((name, key, why), -1 if why in ("first", "once") else 0)
+        other = name == _TRAINING and self.loss_kinds.end_step(self.is_compared) if is_new is None else is_new
+        unproven = merging.unproven
+        if is_new is None and not self.is_compared:
+            unproven = {key: why for key, why in unproven.items() if self._is_due(name, key, why)}
+        return output, calls, changes, kinds, unproven, other
 
-        def found() -> _Shared:
-            merging = effects.merging(samples, result.weights, is_strict=not self.is_compared)
-            output: Any = merge_outputs(result.outputs, merging)
-            if name == _TRAINING:
-                output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            with step_context(self.precision, name), self.alone():  # values of metrics are computed again
-                calls, changes = effects.merged(merging)
-            kinds = merging.found if self.is_compared else {}
-            for key, why in merging.unproven.items() if self.is_compared else ():
-                # The self-check has met the attribute before the step does, in a part of the same batch.
-                self._asked.setdefault((name, key, why), -1 if why in ("first", "once") else 0)
-            other = name == _TRAINING and self.loss_kinds.end_step(self.is_compared) if is_new is None else is_new
-            unproven = merging.unproven
-            if is_new is None and not self.is_compared:
-                unproven = {key: why for key, why in unproven.items() if self._is_due(name, key, why)}
-            return _Shared(output, calls, changes, kinds, unproven, other)
-
-        # Only the last stage has outputs; an error in `found` raises on every rank.
-        shared: _Shared = comm.broadcast_from(found, self.engine.group, self.engine.last_rank, self.device)
+    def _learned(self, shared: _Shared) -> _Shared:
         if self.is_compared:
             self.merged = shared.kinds
             self.unproven = shared.unproven
