@@ -9,6 +9,8 @@
     plain       a transformer block with tensors so small that the kernels take no time
     positions   the same block, its hidden states split along positions over two ranks
     tensor      the same block, its layers sharded over two ranks
+    owned       what a pipeline adds to a block that its stage owns
+    stub        a block of another stage, in a pipeline
 
 The other rank is pretended: messages return at once, so only the host's work remains. The counts hold for the versions
 of torch that the tests run, as `nn.Module` itself takes some of the calls.
@@ -31,11 +33,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.analysis import analyze
+from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.context import PositionSplit
 from lightning_parallel.tensor.plan import apply_plan
 
-__all__ = ["BUDGETS", "Counts", "counted", "runs"]
+__all__ = ["BUDGETS", "STAGE_BUDGETS", "Counts", "calls_of_stages", "counted", "runs"]
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 8, 64, 4
 WARMUP = 40  # until a block that draws nothing counts as such
@@ -50,6 +54,9 @@ class Counts(NamedTuple):
 
 # At most.
 BUDGETS = {"positions": Counts(445, 75), "tensor": Counts(130, 70)}
+
+
+STAGE_BUDGETS = {"owned": 4, "stub": 5}
 
 
 class Block(nn.Module):
@@ -135,6 +142,49 @@ def counted(run: Run) -> Counts:
     return Counts(forward, _calls(lambda: run.backward(y))[0])
 
 
+class _Stages:
+    """A model of blocks in two stages on this rank, and the same model without a pipeline.
+
+    Args:
+        first, second: The number of blocks of each stage.
+    """
+
+    def __init__(self, first: int, second: int) -> None:
+        def model() -> nn.Sequential:
+            return nn.Sequential(*(Block() for _ in range(first + second)))
+
+        torch.manual_seed(0)
+        self.batch = torch.randn(BATCH, LENGTH, WIDTH)
+        self.plain, module = model(), model()
+        self.module = module
+        example = (lambda x: module(x).square().mean(), self.batch)
+        counts = {"num_microbatches": 1, "virtual_stages": 2}
+        plan = analyze(module, 1, "interleaved_1f1b", example=example, balance=[first, second], **counts)  # type: ignore[arg-type]
+        self._engine = PipelineEngine(module, plan, Group.alone("pipeline_parallel"))
+
+    def step(self) -> None:
+        self._engine.forward_backward(lambda x: self.module(x).square().mean(), self.batch)
+
+    def plain_step(self) -> None:
+        self.plain(self.batch).square().mean().backward()
+
+
+def calls_of_stages() -> dict[str, float]:
+    """Count the calls that a pipeline makes for a block, as the difference of steps with more and fewer blocks."""
+
+    def counted_in(first: int, second: int) -> int:
+        stages = _Stages(first, second)
+        for _ in range(WARMUP):
+            stages.step()
+            stages.plain_step()
+        return _calls(stages.step)[0] - _calls(stages.plain_step)[0]
+
+    least = counted_in(2, 2)
+    # Stage 1 has a stub of each block of stage 0.
+    owned, stub = (counted_in(2, 6) - least) / 4, (counted_in(6, 2) - least) / 4
+    return {"owned": owned, "stub": stub - owned}
+
+
 def _show_calls() -> int:
     table = Table("block", "forward", "backward", "at most", title="calls of Python functions in a block")
     is_within = True
@@ -143,6 +193,9 @@ def _show_calls() -> int:
         is_within &= budget is None or all(made <= most for made, most in zip(counts, budget))
         limits = "" if budget is None else f"{budget.forward} + {budget.backward}"
         table.add_row(name, str(counts.forward), str(counts.backward), limits)
+    for name, added in calls_of_stages().items():
+        is_within &= added <= STAGE_BUDGETS[name]
+        table.add_row(name, f"{added:g}", "0", str(STAGE_BUDGETS[name]))
     Console().print(table)
     return 0 if is_within else 1
 
@@ -166,7 +219,32 @@ def _show_time(repeats: int) -> int:
         ratios = (statistics.median(times[name]) / statistics.median(times["plain"]) for times in (forward, both))
         table.add_row(name, *(f"{ratio:.2f}" for ratio in ratios))
     Console().print(table)
+    _show_time_of_stages(repeats)
     return 0
+
+
+def _show_time_of_stages(repeats: int) -> None:
+    few, owned, stubs = _Stages(2, 2), _Stages(2, 14), _Stages(14, 2)
+    steps = {
+        "plain, few": few.plain_step,
+        "plain": owned.plain_step,
+        "few": few.step,
+        "owned": owned.step,
+        "stub": stubs.step,
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for repeat in range(WARMUP + repeats):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            if repeat >= WARMUP:
+                times[name].append(time.process_time() - start)
+    taken = {name: statistics.median(each) for name, each in times.items()}
+    block = taken["plain"] - taken["plain, few"]
+    table = Table("block", "forward + backward", title="processor time of a pipeline over that of the plain block")
+    table.add_row("owned", f"{(taken['owned'] - taken['few']) / block:.3f}")
+    table.add_row("stub", f"{(taken['stub'] - taken['owned']) / block:.3f}")
+    Console().print(table)
 
 
 def main() -> int:

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_parallel.compat.torch import seed_torch
 
-__all__ = ["random_state_kept", "seed_all", "seeded"]
+__all__ = ["random_state_kept", "seed_all", "seed_nth", "seeded"]
 
 
 def seed_all(seed: int) -> None:
     """Seed every global generator."""
-    seed_torch(seed)
-    random.seed(seed)
+    seed_nth((seed,), 0)
+
+
+# Called for each layer and each stub of a pipeline, so it calls C functions only: `random.seed` is Python.
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _PYTHON).seed
+
+
+def seed_nth(seeds: Sequence[int], index: int) -> None:
+    """Seed every global generator by an entry of `seeds`."""
+    seed = seeds[index]
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda._initialized:
+        seed_torch(seed)
+    _seed_python(seed)
+    _PYTHON.gauss_next = None
     np.random.seed(seed % 2**32)  # numpy takes 32 bits
 
 

@@ -887,12 +887,9 @@ def functional_calls_swap(swap: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def graph_position() -> int:
-    """Return the number that the next node of autograd's graph gets in this thread.
-
-    Private: no public name tells which nodes a function has made.
-    """
-    return torch.autograd._get_sequence_nr()
+# Returns the number that the next node of autograd's graph gets in this thread. Private: no public name tells which
+# nodes a function has made. Not wrapped, as a pipeline asks twice for each layer.
+graph_position: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def position_in_graph(node: Any) -> int:

@@ -200,6 +200,9 @@ class _StageDryRun(StageForward):
         failure: Why it cannot run.
     """
 
+    # Each call is noted.
+    quick = None  # type: ignore[assignment]
+
     def __init__(
         self, stage: int, places: Places, stubs: StubOutputs, placeholders: list[PlaceholderTensor], sent: set[Skip]
     ) -> None:

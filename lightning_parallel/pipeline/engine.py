@@ -327,6 +327,8 @@ class PipelineEngine:
     @torch.no_grad()
     def sum_tied(self, names: Collection[str]) -> None:
         """Sum the gradients of some tied parameters over the ranks that hold them."""
+        if not self.tied:
+            return
         parameters = dict(self.module.named_parameters())
         # All ranks list the same tied parameters in the same order, so both ends use one tag.
         for tag, (name, tied) in enumerate(self.tied.items()):

@@ -31,6 +31,7 @@ __all__ = [
     "ReplayedDraws",
     "call_seed",
     "layer_seed",
+    "layer_seeds",
 ]
 
 
@@ -43,6 +44,17 @@ def layer_seed(seed: int, layer: int) -> int:
     """Return another seed for each layer, by its number."""
     # 63 bits: a seed must be a positive number that fits into a signed integer.
     return (seed ^ (_GOLDEN * (layer + 1))) & (2**63 - 1)
+
+
+def layer_seeds(seed: int, count: int) -> list[int]:
+    """Return `layer_seed` of each of the first layers."""
+    seed &= 2**63 - 1
+    return [seed ^ key for key in _layer_keys(count)]
+
+
+@lru_cache
+def _layer_keys(count: int) -> tuple[int, ...]:
+    return tuple([layer_seed(0, layer) for layer in range(count)])
 
 
 def call_seed(seed: int, number: int) -> int:
@@ -69,6 +81,9 @@ class OwnGenerators:
         found = {id(value): value for values in places for value in _generators(values)}
         self._generators = list(found.values())
         self._seeds: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._generators)
 
     @property
     def generators(self) -> list[_Generator]:

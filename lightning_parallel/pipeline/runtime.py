@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.chance import random_state_kept, seed_all
+from lightning_parallel.compat.chance import random_state_kept, seed_all, seed_nth
 from lightning_parallel.compat.torch import map_only, pytree, seed_torch
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, tell_microbatch, under_way
@@ -42,7 +42,7 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
     line_of_step,
 )
-from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws, call_seed, layer_seed
+from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws, call_seed, layer_seed, layer_seeds
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips
 from lightning_parallel.pipeline.stage import (
@@ -276,7 +276,7 @@ class ScheduleRun:
             self.model.show,
             lambda number: self._seed(microbatch, number),
             self._skips_of(stage, lambda skip, placeholder: self._skipped(action, state, skip, placeholder)),
-            lambda index: self._seed_layer(microbatch, index),
+            self._layer_seeder(microbatch),
         )
         is_last = stage == self.model.num_stages - 1
         if is_last and self.training:
@@ -320,6 +320,12 @@ class ScheduleRun:
     def _seed_of(self, microbatch: int) -> int:
         # If the draws of one step are replayed, a draw for all samples is the same in all microbatches.
         return self.seed + (microbatch if self.draws is None else 0)
+
+    def _layer_seeder(self, microbatch: int) -> Callable[[int], None]:
+        """Return `_seed_layer` for a microbatch, as one function where only the global generators draw."""
+        if self.draws is not None or self.generators:
+            return partial(self._seed_layer, microbatch)
+        return partial(seed_nth, layer_seeds(self._seed_of(microbatch), len(self.model.stage_of)))
 
     def _seed_layer(self, microbatch: int, index: int) -> None:
         """Seed the draws of a layer, and the draws after it."""

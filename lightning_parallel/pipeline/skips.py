@@ -285,6 +285,11 @@ class StageSkips:
         for skip in self.incoming | self.outgoing:
             self._places.setdefault((skip.name, skip.call), []).append(skip)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a tensor comes in or goes out."""
+        return bool(self._places)
+
     def call(self, call: Call, run: Callable[[Call], Any]) -> Any:
         """Run a call; received tensors replace placeholders in its output, and outgoing tensors are kept."""
         if not self._places:

@@ -156,6 +156,7 @@ class StageForward:
         self.after_outer_call = after_outer_call
         self.before_layer = before_layer
         self.skips = skips
+        self._has_skips = skips.has_any
         self.outer_calls = 0
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
@@ -183,6 +184,41 @@ class StageForward:
         _require_data(call.site.name, arguments)
         self.before_layer(index)
         return self.skips.call(call.with_arguments(arguments), self._run)
+
+    def quick(
+        self, site: CallSite, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Do the same as `layer` for a usual call: of a stub that looks as the last one, or of an owned layer.
+
+        Returns:
+            `NotImplemented` for any other call: the first layer, a layer of a later stage, a call out of order.
+        """
+        index = site.places[0]
+        stage = self.stage_of[index]
+        if index <= self.last or self._has_skips or stage > self.stage:
+            return NotImplemented
+        if stage < self.stage:
+            output = self.stubs.repeated(site, module, args, kwargs)
+            if output is None:
+                return NotImplemented
+            site.active.last = self.last = index
+            self.before_layer(index)
+            return output
+        if not self.entered:
+            return NotImplemented
+        for value in (*args, *kwargs.values()):
+            if type(value) not in _WITH_DATA:
+                args, kwargs = reveal(args), reveal(kwargs)
+                _require_data(site.name, (args, kwargs))
+                break
+        site.active.last = self.last = index
+        self.before_layer(index)
+        if self.ran is None:
+            return function(*args, **kwargs)
+        begin = graph_position()
+        output = function(*args, **kwargs)
+        self.ran.append((begin, graph_position()))
+        return output
 
     def outer_module(self, call: Call) -> Any:
         """Infer the call before the stage is entered, run it afterwards."""
@@ -241,6 +277,10 @@ class StageForward:
             leaves[position].receive(value)
         self.entered = True
         return reveal(call.args), reveal(call.kwargs)
+
+
+_WITH_DATA = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype))
+"""Types of arguments that are no placeholders and hold none."""
 
 
 def positions_to_receive(leaves: list[Any]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -102,12 +102,18 @@ class SavedForwards:
     """Saves the `forward` attributes of modules, to restore them after a step that ended early."""
 
     # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.before = [(module, vars(module).get("forward")) for module in modules]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self.before = self._replaced()
+
+    def _replaced(self) -> dict[int, tuple[nn.Module, Any]]:
+        # In each microbatch, all modules are looked at and mostly none is found.
+        return {id(child): (child, vars(child)["forward"]) for child in self._modules if "forward" in child.__dict__}
 
     def restore(self) -> None:
         """Restore the saved attributes."""
-        for child, forward in self.before:
-            if vars(child).get("forward") is not forward:
-                del child.__dict__["forward"]
+        for key, (child, now) in {**self.before, **self._replaced()}.items():
+            _, forward = self.before.get(key, (child, None))
+            if forward is not now or "forward" not in child.__dict__:
+                child.__dict__.pop("forward", None)
                 child.__dict__.update({} if forward is None else {"forward": forward})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +38,7 @@ __all__ = [
     "Call",
     "CallHandler",
     "CallSite",
+    "QuickHandler",
     "RunsAll",
     "data_of",
     "has_listeners",
@@ -98,6 +99,10 @@ class CallHandler(Protocol):
         ...
 
 
+QuickHandler = Callable[["CallSite", nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(site, module, function, arguments by position and by name) -> the result, or `NotImplemented`; see `Call`."""
+
+
 class RunsAll:
     """Handler that runs each call as it is."""
 
@@ -116,12 +121,14 @@ class ActiveHandler:
 
     Attributes:
         handler: Decides about the calls.
+        quick: Handles usual calls of layers with one place, at less cost; the other calls go to `handler`.
         outside: Runs a call outside steps, with parameters that this rank lacks; it returns `NotImplemented` in a step.
         last: The last call of a repeated layer in this step, -1 before the first.
         seed_again: Seeds a layer that is called again during backward, given its position.
     """
 
     handler: CallHandler | None = None
+    quick: QuickHandler | None = None
     outside: Callable[[Call], Any] | None = None
     last: int = -1
     seed_again: Callable[[int], None] | None = None
@@ -134,11 +141,12 @@ class ActiveHandler:
     def use(self, handler: CallHandler) -> Iterator[None]:
         """Pass calls to `handler` inside the block."""
         self.handler = handler
+        self.quick = getattr(handler, "quick", None)
         self.last = -1
         try:
             yield
         finally:
-            self.handler = None
+            self.handler = self.quick = None
 
 
 @dataclass
@@ -151,6 +159,7 @@ class CallSite:
         kind: Modules of equal kind return outputs of equal shapes for inputs of equal shapes.
         places: Positions of the layer in the stack, several if it is called several times; empty for an outer module.
         present: Whether this rank holds the module.
+        provenance: Name of the module's output in error messages.
     """
 
     active: ActiveHandler
@@ -158,15 +167,14 @@ class CallSite:
     kind: object
     places: tuple[int, ...] = ()
     present: bool = True
+    provenance: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.provenance = f"the output of `{self.name}`"
 
     def place_after(self, last: int) -> int:
         """Return the next position of the layer after the call `last`; if there is none, its last position."""
         return next((place for place in self.places if place > last), self.places[-1])
-
-    @property
-    def provenance(self) -> str:
-        """Name of the module's output in error messages."""
-        return f"the output of `{self.name}`"
 
     def dispatch(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Pass the call to the current handler; without one, run the module if this rank holds it.
@@ -207,6 +215,11 @@ class _Intercepted(PartialModule):
         # A module of this class without a site was derived from an intercepted one, such as a slice of a `Sequential`.
         if site is None:
             return super().__call__(*args, **kwargs)
+        quick = site.active.quick
+        if quick is not None and len(site.places) == 1:
+            result = quick(site, self, super().__call__, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return site.dispatch(self, super().__call__, args, kwargs)
 
     def _what_is_missing(self) -> str:
@@ -462,11 +475,11 @@ def _users_code_on_placeholders(
 
         return call
 
-    forwards = SavedForwards(module.modules())
+    forwards = SavedForwards(list(module.modules()))
     changed = [(hooks, dict(hooks)) for child in module.modules() for hooks in forward_hooks_of(child)]
     for hooks, before in changed:
         hooks.update({key: wrapped(hook, True) for key, hook in before.items() if _is_from_outside(hook)})
-    for child, forward in forwards.before:
+    for child, forward in forwards.before.values():
         if forward is not None and _is_replaced(child):
             child.__dict__["forward"] = wrapped(forward, False)
     try:

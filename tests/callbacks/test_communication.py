@@ -20,8 +20,8 @@ from tests.strategies.models import BATCH, Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 from tests.timing import compares_durations, durations
 
-HEADER = 24
-"""Bytes before the activations of a microbatch."""
+WORD = 32
+"""Bytes beside the activations of a microbatch."""
 
 
 def fit(sizes, replicas=1, microbatches=4, **options):
@@ -62,7 +62,7 @@ def test_bytes_between_stages_are_those_of_the_boundaries():
     messages = report["steps"] * 4 * 3  # microbatches, boundaries
     received = total(report, "pipeline_parallel", "recv")
     assert total(report, "pipeline_parallel", "send") == pytest.approx(received)
-    beside = received - messages * (2 * message + HEADER)
+    beside = received - messages * (2 * message + WORD)
     assert 0 <= beside < 1000  # what the neighbours agreed on once
 
 

@@ -273,7 +273,7 @@ def test_only_what_is_needed_is_sent(group):
         engine.forward_backward(step, batch)
     sent = sum(record.bytes for record in records if record.op == "send")
     # Rank 1: the text's and the image's tower meet in it. Rank 2 gets an image, and the text that rank 1 has finished.
-    expected = {0: 24 + 7 * 6 * 8, 1: 7 * 6 * 8 + 24 + 7 * (6 + 5) * 8, 2: 7 * (6 + 5) * 8}
+    expected = {0: 32 + 7 * 6 * 8, 1: 7 * 6 * 8 + 32 + 7 * (6 + 5) * 8, 2: 7 * (6 + 5) * 8}
     assert sent == expected[group.rank]
 
 
