@@ -710,6 +710,9 @@ class MeshStrategy(MeshProcesses):
         failed = is_training and self._writer is not None and self._writer.failure is not None
         changed = is_training and self.has_changed
         is_set = super().begin_batch(flag or failed or changed)
+        # Replicas meet in training only, so the messages between them keep their own roll calls.
+        for order in filter(None, (self.run.state.order, self.run.state.position_order)):
+            order.note_meeting()
         if not is_set or not is_training:
             return is_set
         # Ranks learn of a failed save one after the other, and stop at the same step.

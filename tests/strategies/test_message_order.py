@@ -112,7 +112,7 @@ class SamplingNet(Net):
 def test_a_call_on_one_rank_in_a_step_is_refused_on_all(where, samples, first, verify, step, group):
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2, verify=verify), 2)
     module = SamplingNet(where, samples, first).double()
-    with pytest.raises(RuntimeError, match=rf"at the same place; got in `{step}` \(.*, line \d+\) on rank 0, in "):
+    with pytest.raises(RuntimeError, match=rf"got (a call )?in `{step}` \(.*, line \d+\) on rank 0, (in|but not)"):
         trainer.fit(module, loader(), loader())
     assert trainer.global_step == first
 
@@ -137,7 +137,7 @@ class SamplingSequences(Sequences):
 def test_a_call_on_one_rank_of_a_sequence_is_refused_on_all(is_one, method, group):
     sizes = {"tensor_parallel_size": 2, "context_parallel_size": 2, "context_parallel_method": method}
     trainer = trainer_for(HybridParallelStrategy(**sizes), 4)
-    with pytest.raises(RuntimeError, match=r"at the same place; got in `training_step` \(.*, line \d+\) on rank"):
+    with pytest.raises(RuntimeError, match=r"got (a call )?in `training_step` \(.*, line \d+\) on rank"):
         trainer.fit(SamplingSequences(is_one), loader())
     assert trainer.global_step == 2
 
@@ -259,7 +259,7 @@ def test_steps_may_differ_on_all_ranks_together(group):
     known = len(order._known)
     trainer.validate(module, loader(), verbose=False)
     assert len(order._known) == known, "what the ranks have agreed on is not agreed on again"
-    assert order._calls._count == len(loader()), "once in each step"
+    assert order._calls._count == 1, "the ranks have met before the other batches"
 
 
 class LookingNet(Net):

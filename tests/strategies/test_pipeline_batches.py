@@ -1,18 +1,26 @@
 """Batches of any structure and size, through the Trainer in stages: what one process computes."""
 
 import os
+import pickle
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from lightning_parallel import PipelineParallelStrategy, comm
+from lightning_parallel.comm import RollCall, objects
+from lightning_parallel.compat import patched
+from lightning_parallel.tracing import Recorder, activate
 from tests.harness import distributed
 from tests.pipeline.other_models import Block
-from tests.strategies.models import trainer_for
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_pipeline import Deep
 
 
 @dataclass
@@ -182,3 +190,42 @@ def test_batches_of_unknown_classes_are_split_by_the_function_that_is_given():
     )
     with pytest.raises(ValueError, match="`split_batch` must have .* got a Hidden.*Give a `microbatch_weight`"):
         train(Hidden, hidden, strategy, 2)
+
+
+class Counted(Callback):
+    """Counts the calls of one steady step: what is pickled, the meetings in the store, and the operations by name."""
+
+    def __init__(self):
+        self.found = {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        # From the end of a step to the end of the next one, in the second epoch.
+        if trainer.current_epoch == 1 and index == 1:
+            self.stack = ExitStack()
+            for holder, name in (
+                (pickle, "dumps"),
+                (objects._Pickler, "dump"),
+                (distributed_c10d, "_pickler"),
+                (RollCall, "meet"),
+            ):
+                self.stack.enter_context(patched(holder, name, self.counted(name, getattr(holder, name))))
+            self.recorder = self.stack.enter_context(activate(Recorder()))
+        elif trainer.current_epoch == 1 and index == 2:
+            self.stack.close()
+            calls = Counter(span.name for span in self.recorder.spans if span.category == "communication")
+            self.found.update({name: count for name, count in calls.items() if "barrier" not in name})
+
+    def counted(self, name, original):
+        def call(*args, **kwargs):
+            self.found[name] = self.found.get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        return call
+
+
+@distributed(world_size=2)
+def test_a_steady_step_meets_once_pickles_nothing_and_sends_one_message_for_each_activation(group):
+    counted = Counted()
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4)
+    trainer_for(strategy, 2, callbacks=[counted]).fit(Deep(), loader(batch=8))
+    assert counted.found == {"meet": 1, "send": 4, "recv": 4, "all_reduce": 1}

@@ -41,6 +41,9 @@ class SharedChance:
 
     Args:
         group: The ranks of the replica.
+
+    Attributes:
+        noted: The state on which the ranks agreed before the batch.
     """
 
     def __init__(self, group: Group) -> None:
@@ -52,6 +55,7 @@ class SharedChance:
         self._told: set[str] = set()
         self._after_step = 0
         self._steps_draw_alike = False
+        self.noted = ""
 
     def follow(self, trainer: Trainer, module: nn.Module, steps_draw_alike: bool, patches: Patches) -> None:
         """Watch hooks until `patches` are undone.
@@ -115,7 +119,8 @@ class SharedChance:
 
     def note(self) -> str:
         """Return two states for the comparison: the present state, and the state at the end of the last step."""
-        return f"{self.state()} {self._after_step}"
+        self.noted = str(self.state())
+        return f"{self.noted} {self._after_step}"
 
     def compare(self, notes: Sequence[Sequence[str]]) -> None:
         """Set the generators to the state of the first rank, with a warning, if they differ.
@@ -142,6 +147,7 @@ class SharedChance:
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
         share_random_state(self._group)
         self._generators.restore(comm.broadcast_object(self._generators.states(), self._group))
+        self.noted = str(self.state())
         # Watch frequent hooks again, so that the next difference has a name.
         self._calls.clear()
         if name in self._told:
@@ -164,12 +170,14 @@ class SharedChance:
             RuntimeError: On every rank of `group`.
         """
         if len(set(states)) > 1:
-            name = _first_that_differs(comm.all_gather_object(self._drawn, group))
-            raise RuntimeError(
-                f"{name} draws random numbers before this step on some of the ranks {list(group.ranks)} only."
-                f" These ranks hold one replica and must draw alike. {_REMEDY}"
-                " [LP032]"
-            )
+            raise RuntimeError(self.refusal(comm.all_gather_object(self._drawn, group), group))
+
+    def refusal(self, drawn: Sequence[list[tuple[str, int]]], group: Group) -> str:
+        """Return the error about different generators, given the draws of each rank, or of no other rank."""
+        return (
+            f"{_first_that_differs(drawn or [self._drawn, []])} draws random numbers before this step on some of the"
+            f" ranks {list(group.ranks)} only. These ranks hold one replica and must draw alike. {_REMEDY} [LP032]"
+        )
 
 
 def _first_that_differs(drawn: Sequence[list[tuple[str, int]]]) -> str:

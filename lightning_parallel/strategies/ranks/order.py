@@ -4,8 +4,10 @@ Code may call the model on rank zero only, for example to log samples or a graph
 of the other ranks: both sides would get wrong numbers, or wait without end. So a roll call comes before such a message:
 
     outside steps          before each message
-    in a step              before the first message, and before each message of a new sequence. The ranks agree on every
-                           sequence of messages once. A step that repeats a sequence needs no roll call.
+    in a step              before each message of a new sequence. The ranks agree on every sequence of messages once. A
+                           step that repeats a sequence needs no roll call: its ranks have met before the batch. Only a
+                           rank that sends its first message from another line than before asks again, or whose
+                           generators have moved since. Ranks that do not ask wait in the message, and that tells.
 """
 
 from __future__ import annotations
@@ -55,14 +57,23 @@ class MessageOrder:
         # Hash of the messages since the step began, and all hashes on which the ranks have agreed.
         self._sent = 0
         self._known: set[int] = set()
+        # Whether the ranks have met since the last step, and the line of the first message of the last step by name.
+        self._have_met = self._is_covered = False
+        self._places: dict[str, str] = {}
         # Compares the generators at the start of a step that draws from the global ones.
         self.chance: SharedChance | None = None
         self._state = ""
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Count roll calls from zero: in a failed run, ranks may have counted differently."""
+        """Count roll calls from zero: in a failed run, ranks may have counted differently, and were at other lines."""
+        self._have_met = False
+        self._places.clear()
         self._calls = RollCall(self._group, _CALLS, shared_key(self._group))
+
+    def note_meeting(self) -> None:
+        """Note that all ranks of the group are about to run the same step."""
+        self._have_met = True
 
     def paused(self) -> AbstractContextManager[Any]:
         """Refuse messages inside the block, in which only one rank runs the full model."""
@@ -78,6 +89,8 @@ class MessageOrder:
             self._sent = hash(name)
             # Backward comes after a forward in which the ranks have met.
             self._is_first = name != "backward"
+            if self._is_first:
+                self._is_covered, self._have_met = self._have_met, False
             if self._is_first and self.chance is not None:
                 # Before the step draws. The first roll call of the step compares it, without a further message.
                 self._state = str(self.chance.state())
@@ -109,13 +122,19 @@ class MessageOrder:
         is_known = self._sent in self._known
         if is_known and not (is_first and self._group.size <= RollCall.MOST_RANKS):
             return
+        place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
+        place = place or f"`{self._block}`"
+        has_drawn = is_first and self.chance is not None and self._state != self.chance.noted
+        if is_first:
+            # The last line and no earlier one: of two ranks at different lines, at least one then asks.
+            before, self._places[self._block] = self._places.get(self._block), place
+            if is_known and self._is_covered and place == before and not has_drawn:
+                return
         # The other ranks may still wait for their first batch.
         patience_s = (
             default_pg_timeout.total_seconds() if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
         )
-        place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
-        place = place or f"`{self._block}`"
-        notes = self._meet(place, patience_s, f"{operation} {self._state if is_first else ''}")
+        notes = self._meet(place, patience_s, f"{operation} {self._state if is_first else ''}", has_drawn)
         operations, states = zip(*(note.split(" ", 1) for note in notes))
         # A condition on the rank may stand in one line with the rest of the step.
         if len(set(operations)) > 1:
@@ -129,11 +148,15 @@ class MessageOrder:
             self._known.clear()
         self._known.add(self._sent)
 
-    def _meet(self, place: str, patience_s: float, note: str = "") -> list[str]:
+    def _meet(self, place: str, patience_s: float, note: str = "", has_drawn: bool = False) -> list[str]:
         try:
             return self._calls.meet(place, patience_s, note)
         except ApartError as error:
-            raise error.told(describe_apart(error)) from None
+            text = describe_apart(error)
+            # A rank that does not ask has not drawn since the ranks met.
+            if has_drawn and self.chance is not None and {*error.purposes.values()} != {_CALLS}:
+                text = self.chance.refusal([], self._group)
+            raise error.told(text) from None
 
 
 _WAY_OUT = (
