@@ -29,8 +29,8 @@ from lightning_parallel.comm.groups import GRADIENTS, Group, MeshGroups, NodeGro
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.host import Process, boot_id, host_id
 from lightning_parallel.comm.objects import (
-    Outcome,
     RepeatedBroadcast,
+    StepOutcome,
     agree,
     all_gather_object,
     barrier,
@@ -82,7 +82,7 @@ __all__ = [
     "MeanStep",
     "MeshGroups",
     "NodeGroups",
-    "Outcome",
+    "StepOutcome",
     "Pending",
     "Phases",
     "RepeatedBroadcast",

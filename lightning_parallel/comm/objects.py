@@ -24,7 +24,7 @@ from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.work import blocking_call
 
 __all__ = [
-    "Outcome",
+    "StepOutcome",
     "RepeatedBroadcast",
     "agree",
     "all_gather_object",
@@ -228,7 +228,7 @@ _INLINE_BYTES = 1 << 12
 _CONSTANTS = (str, bool, type(None), torch.dtype, torch.device)
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """The end of a step, see `RepeatedBroadcast`.
 
     Attributes:
@@ -263,7 +263,7 @@ class RepeatedBroadcast:
         # The bytes of the numbers and small tensors of this form.
         self._num_bytes = 0
 
-    def __call__(self, make: Callable[[], Any], is_failed: bool = False) -> Outcome:
+    def __call__(self, make: Callable[[], Any], is_failed: bool = False) -> StepOutcome:
         """Meet the other ranks; all ranks call it.
 
         Args:
@@ -279,16 +279,16 @@ class RepeatedBroadcast:
                 failure = error
         is_failed = is_failed or failure is not None
         if self._group.process_group is None:
-            return Outcome(is_failed, failure, value)
+            return StepOutcome(is_failed, failure, value)
         first = b"" if is_failed or packed.description else packed.data
         rest = b"" if is_failed else packed.description
         head = bytes([is_failed]) + len(rest).to_bytes(_SIZE_BYTES, "little") + first.ljust(self._num_bytes, b"\0")
         # The bytes of all other ranks are zero, so the maximum is the message of the source.
         found = _max_bytes(head, self._group)
         if found[0]:
-            return Outcome(True, failure, None)
+            return StepOutcome(True, failure, None)
         size = int.from_bytes(found[1 : 1 + _SIZE_BYTES], "little")
-        return Outcome(False, None, self._received(value, packed, found[1 + _SIZE_BYTES :], size))
+        return StepOutcome(False, None, self._received(value, packed, found[1 + _SIZE_BYTES :], size))
 
     def _packed(self, value: Any) -> _FormedValue:
         numbers, tensors = list[Any](), list[Tensor]()

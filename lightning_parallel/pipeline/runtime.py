@@ -249,7 +249,7 @@ class ScheduleRun:
             if stage > 0 and not self._has_sent:
                 self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
 
-    def _met(self) -> comm.Outcome:
+    def _met(self) -> comm.StepOutcome:
         """Meet the other ranks at the end of the step: tell them of a failure, and share a value of the last stage."""
         share = self.share or (lambda result: None)
         meeting = self.meeting or comm.RepeatedBroadcast(self.group, self.schedule.stage_ranks[-1], self.model.device)
