@@ -51,6 +51,11 @@ def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+def sparse(ratio: float) -> Reducer:
+    """The encoding of SparseLoCo: top-k of each chunk in 2 bits."""
+    return TopK(ratio, chunk=4096, feedback="fading") | Quantize(2)
+
+
 METHODS: dict[str, Callable[[], Reducer | LocalSteps]] = {
     "plain means": Dense,
     "Cast('bf16')": Cast,
@@ -80,6 +85,9 @@ METHODS: dict[str, Callable[[], Reducer | LocalSteps]] = {
     "the same, 2 fragments, overlap 5": lambda: LocalSteps(30, Quantize(4), nesterov, fragments=2, overlap_steps=5),
     "the same, late": lambda: LocalSteps(30, Quantize(4), nesterov, overlap_steps=30),
     "local 10, late, average": lambda: LocalSteps(10, Quantize(4), overlap_steps=10),
+    "local 20, SparseLoCo(0.03)": lambda: LocalSteps(20, sparse(0.03)),
+    "local 20, SparseLoCo(0.1)": lambda: LocalSteps(20, sparse(0.1)),
+    "local 20, nesterov, SparseLoCo(0.1)": lambda: LocalSteps(20, sparse(0.1), nesterov),
     "local 10, TopK(0.05), fading": lambda: LocalSteps(10, TopK(0.05, feedback="fading")),
 }
 

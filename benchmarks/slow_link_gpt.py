@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -33,8 +34,9 @@ from shaped_network import Network, unavailable
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, PowerSGD, Quantize
+from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, PowerSGD, Quantize, TopK
 
 EVERY, DENSE_STEPS = 20, 20  # the latter of torch's method
 
@@ -61,8 +63,13 @@ STRATEGIES: dict[str, Any] = {
     "PowerSGD(rank=4)": lambda: CompressedDDPStrategy(PowerSGD(rank=4)),
     "torch's post-local SGD": PostLocalSGD,
     "local SGD, 4 bits": lambda: LocalSGDStrategy(EVERY, Quantize(4), "nesterov"),
+    # As SparseLoCo has it, without outer momentum.
+    "local SGD, 10 % in 2 bits": lambda: LocalSGDStrategy(
+        EVERY, TopK(0.1, chunk=4096, feedback="fading") | Quantize(2)
+    ),
+    "local Muon, 4 bits": lambda: LocalSGDStrategy(EVERY, Quantize(4), "nesterov"),
 }
-COLOURS = dict(zip(STRATEGIES, ("#8a8f98", "#1f6feb", "#c98500", "#1a7f37")))
+COLOURS = dict(zip(STRATEGIES, ("#8a8f98", "#1f6feb", "#c98500", "#1a7f37", "#8250df", "#cf222e")))
 SMOOTHED = 20  # steps
 BATCH = 4
 SCHEDULED_STEPS = 2000  # of the learning rate; training ends before
@@ -101,11 +108,64 @@ class Meter(Callback):
         self.curve.append(Point(time.perf_counter() - self._start, sent_bytes() - self._sent, loss))
 
 
+class MuonAndAdamW(Optimizer):
+    """Muon for the matrices of the blocks and AdamW for the rest, in one optimizer: one step before an exchange.
+
+    `torch.optim.Muon` multiplies in bf16, which takes most processors seconds for each matrix; this multiplies in fp32.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; as an inner optimizer: MuLoCo, arXiv
+    2505.23725.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], learning_rate: float) -> None:
+        super().__init__(groups, {"lr": learning_rate})
+        self.adamw = torch.optim.AdamW([self.param_groups[1]], betas=(0.9, 0.95))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take the steps of both."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        matrices, others = self.param_groups
+        for value in matrices["params"]:
+            momentum = self.state[value].setdefault("momentum", torch.zeros_like(value))
+            momentum.lerp_(value.grad, 0.05)
+            update = orthogonal(value.grad.lerp(momentum, 0.95))
+            value.mul_(1 - matrices["lr"] * matrices["weight_decay"])
+            # With the root mean square of AdamW's steps, so that both take one learning rate.
+            value.sub_(update, alpha=matrices["lr"] * 0.2 * max(value.shape) ** 0.5)
+        self.adamw.param_groups[0]["lr"] = others["lr"]
+        self.adamw.step()
+        return loss
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix with about the singular vectors of `matrix`, all of whose singular values are about 1."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    wide = wide / wide.norm().clamp_min(1e-7)
+    for _ in range(5):  # Newton and Schulz
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+
+
+def with_muon(optimizers: Any) -> Any:
+    """What `configure_optimizers` returns, with Muon for its first group, of matrices."""
+    adamw = optimizers["optimizer"]
+    groups = [{key: group[key] for key in ("params", "weight_decay")} for group in adamw.param_groups]
+    schedule = optimizers["lr_scheduler"]["scheduler"]
+    optimizer = MuonAndAdamW(groups, schedule.base_lrs[0])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.lr_lambdas)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def work(arguments: argparse.Namespace) -> None:
     """Train as one host among others; the first one writes the curve."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "gpt"))
     from data import StandardLibrary
     from model import ByteGPT
+
+    class MuonGPT(ByteGPT):
+        def configure_optimizers(self) -> Any:
+            return with_muon(super().configure_optimizers())
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -128,7 +188,8 @@ def work(arguments: argparse.Namespace) -> None:
         enable_model_summary=False,
         limit_val_batches=20,
     )
-    module, data = ByteGPT(**MODEL), StandardLibrary(batch_size=BATCH)
+    model = MuonGPT if "Muon" in arguments.strategy else ByteGPT
+    module, data = model(**MODEL), StandardLibrary(batch_size=BATCH)
     trainer.fit(module, data)
     validation = float(trainer.validate(module, data, verbose=False)[0]["val_loss"])
     if arguments.rank == 0:
@@ -166,9 +227,10 @@ def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str,
     dense = smoothed(found["DDP"])
     last = dense[-1]
     print(f"DDP: {len(dense)} steps, {last.sent / 2**20:.1f} MiB, training loss {last.loss:.3f}")
-    print(f"{'':24}{'in the same time':^28}{'at the same steps':^28}{'to the loss of DDP':^28}{'same bytes':>10}")
+    titles = "".join(f"{title:^28}" for title in ("in the same time", "at the same steps", "to the loss of DDP"))
+    print(f"{'':28}{titles}{'same bytes':>10}{'peak':>8}")
     heads = ("steps", "loss", "val"), ("val", "/ DDP", "1/bytes"), ("steps", "times", "1/bytes")
-    print(f"{'':24}" + "".join(f"{a:>10}{b:>9}{c:>9}" for a, b, c in heads) + f"{'loss':>10}")
+    print(f"{'':28}" + "".join(f"{a:>10}{b:>9}{c:>9}" for a, b, c in heads) + f"{'loss':>10}{'MiB':>8}")
     for name, run in found.items():
         curve, equal = smoothed(run), at_equal_steps[name]
         cells = [f"{len(curve)}", f"{curve[-1].loss:.3f}", f"{run['validation']:.3f}"]
@@ -183,8 +245,11 @@ def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str,
             point = curve[number]
             cells += [f"{number + 1}", f"{last.seconds / point.seconds:.1f}", f"{last.sent / point.sent:.1f}"]
         within = [point for point in curve if point.sent <= last.sent]
-        print(f"{name:24}" + "".join(f"{cell:>{10 if i % 3 == 0 else 9}}" for i, cell in enumerate(cells)), end="")
-        print(f"{within[-1].loss:>10.3f}", flush=True)
+        print(f"{name:28}" + "".join(f"{cell:>{10 if i % 3 == 0 else 9}}" for i, cell in enumerate(cells)), end="")
+        # The bytes of one step are what a link has to carry at once.
+        peak = max(after.sent - before.sent for before, after in itertools.pairwise(equal["curve"]))
+        figures[name]["peak_mib"] = round(peak / 2**20, 2)
+        print(f"{within[-1].loss:>10.3f}{peak / 2**20:>8.2f}", flush=True)
     return figures
 
 
@@ -227,6 +292,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s")
     parser.add_argument("--seconds", type=float, default=150, help="for each strategy")
     parser.add_argument("--output", default="slow_link.svg")
+    parser.add_argument("--only", nargs="+", default=list(STRATEGIES)[1:], choices=STRATEGIES, help="beside DDP")
     parser.add_argument("--record", action="store_true", help="write the figures to benchmarks/results.json")
     for hidden in ("--strategy", "--address", "--results"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -241,9 +307,10 @@ def main() -> None:
     if reason:
         print(f"skipped: {reason}")
         return
-    found = {name: train(name, arguments) for name in STRATEGIES}
+    chosen = ["DDP", *arguments.only]
+    found = {name: train(name, arguments) for name in chosen}
     steps = len(found["DDP"]["curve"])
-    equal = {name: found[name] if name == "DDP" else train(name, arguments, steps) for name in STRATEGIES}
+    equal = {name: found[name] if name == "DDP" else train(name, arguments, steps) for name in chosen}
     figures = report(found, equal)
     if arguments.record:
         record("slow_link_gpt", figures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import Literal, NamedTuple, Optional, Union
+from typing import Literal, NamedTuple, Optional, Union, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from lightning_parallel.compression.compressor import Compressor, check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.rowwise import (
+    Bits,
+    aligned,
     decode_mean,
     decode_rows,
     encode_rows,
@@ -42,7 +44,6 @@ __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
 _WHOLE_RANKS = 2  # up to this number an all-gather of everything takes no more bytes than the two phases
-_ALIGNED = 8  # numbers to which groups are filled up, so that the scales behind them are aligned
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -163,9 +164,12 @@ class Cast(Quantizer):
 
 
 class Quantize(Quantizer):
-    """Sends elements as integers of 8 or 4 bits, with scale and bias per group of at most 512 elements.
+    """Sends elements as integers of 8, 4 or 2 bits, with scale and bias per group of at most 512 elements.
 
-        b = min x    s = (max x - b) / L        C(x) = s round((x - b) / s) + b        L = 255 or 15
+        b = min x    s = (max x - b) / L        C(x) = s round((x - b) / s) + b        L = 255, 15 or 3
+
+    Two bits suit the values of `TopK`, which have a sign and about one magnitude: `TopK(0.02, chunk=4096) |
+    Quantize(2)`.
 
     Two ranks send each other all their integers. More ranks take the mean in two phases, to send fewer bytes. Each
     phase sends n bits/8 bytes per rank, for any number of ranks:
@@ -189,7 +193,7 @@ class Quantize(Quantizer):
         ```
 
     Args:
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
         seed: Seed of stochastic rounding. Every rank draws different numbers.
         feedback: Error feedback: `classic`, `decayed`, `fading`, `ef21` or None, see `Compressor`.
@@ -199,14 +203,14 @@ class Quantize(Quantizer):
         min_numel: Tensors with fewer elements, or with less than two dimensions, are averaged uncompressed.
 
     Raises:
-        ValueError: If `bits` is neither 8 nor 4, or another argument is out of range.
+        ValueError: If `bits` is not 8, 4 or 2, or another argument is out of range.
 
     Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
     """
 
     def __init__(
         self,
-        bits: Literal[8, 4] = 8,
+        bits: Bits = 8,
         *,
         stochastic: bool = False,
         seed: int = 0,
@@ -219,8 +223,8 @@ class Quantize(Quantizer):
         check_integer("bits", bits)
         check_flag("stochastic", stochastic)
         check_integer("seed", seed)
-        if bits not in (8, 4):
-            raise ValueError(f"`bits` must be 8 or 4; got {bits!r}")
+        if bits not in get_args(Bits):
+            raise ValueError(f"`bits` must be 8, 4 or 2; got {bits!r}")
         self.bits = bits
         self.stochastic = stochastic
         self.seed = seed
@@ -366,7 +370,7 @@ class Quantize(Quantizer):
         # Equal groups, instead of full groups and a short group, let a row be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
-        return groups, extent + -extent % _ALIGNED
+        return groups, extent + -extent % aligned(self.bits)
 
     def _main(self) -> dict[str, str]:
         return {"bits": str(self.bits)}

@@ -1,7 +1,8 @@
-"""Encodes numbers as integers of 8 or 4 bits, in groups: row by row, from the least to the largest number of a group.
+"""Encodes numbers as integers of 8, 4 or 2 bits, in groups: row by row, from the least to the largest of a group.
 
-    8 bits     | q, one byte each | scale, fp32 | bias, fp32 |                 x = q scale + bias
-    4 bits     | q, two in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
+    8 bits     | q, one byte each  | scale, fp32 | bias, fp32 |                 x = q scale + bias
+    4 bits     | q, two in a byte  | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
+    2 bits     | q, four in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
 
 torch's fused kernels for embedding tables write q, scale and bias, on CPUs several times faster than single operations.
 Other cases (devices, fp64, stochastic rounding) use single operations, which give the same bits in fp32. Ranks may
@@ -9,9 +10,9 @@ therefore mix both; the mean over ranks, `decode_mean`, may differ in the last b
 kernels:
 
     They add 1e-8 to the width of a group, and many gradients are smaller. With 8 bits, they get 2^56 times the numbers.
-    With 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
-    They may ignore NaN. With 8 bits, 0 times the sum of all numbers is added to the scales. With 4 bits, the peak shows
-    NaN and infinity.
+    With fewer bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
+    They may ignore NaN. With 8 bits, 0 times the sum of all numbers is added to the scales. With fewer bits, the peak
+    shows NaN and infinity.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from torch import Tensor
 from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import as_bytes, from_bytes, launches_kernels
 
-__all__ = ["decode_mean", "decode_rows", "encode_rows", "packed_bytes", "scales"]
+__all__ = ["Bits", "aligned", "decode_mean", "decode_rows", "encode_rows", "packed_bytes", "scales"]
 
-Bits = Literal[8, 4]
+Bits = Literal[8, 4, 2]
 
 _HOST_NUMBERS = 1 << 18  # that a CPU works on in one go: few calls, and temporary tensors that stay in its cache
 _DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and no large temporary tensors
 _ENLARGED = 2.0**56
 _EPSILON = 1e-8  # of torch's kernel
 _FUSED = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack")
-_BAGS = {8: "embedding_bag_byte_rowwise_offsets", 4: "embedding_bag_4bit_rowwise_offsets"}
+_KINDS = {8: "byte", 4: "4bit", 2: "2bit"}  # in the names of torch's kernels
+
+
+def aligned(bits: int) -> int:
+    """Return the numbers to which groups are filled up, so that the fp32 behind them is aligned."""
+    return max(8, 32 // bits)
 
 
 def packed_bytes(extent: int, bits: int) -> int:
@@ -146,7 +152,7 @@ def _mean_fused(packed: Tensor, begin: int, end: int, bits: int) -> Tensor:
         indices, offsets, _ = _bags(ranks, end - begin, end - begin)
         weights = piece[..., -4:].transpose(0, 1).contiguous().view(torch.float32).view(-1) / ranks
         rows = piece[..., :-4].contiguous().view(-1, num_bytes - 4)
-    bag = getattr(torch.ops.quantized, _BAGS[bits])
+    bag = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_rowwise_offsets")
     found: Tensor = bag(rows, indices, offsets, per_sample_weights=weights, include_last_offset=True)
     return found
 
@@ -176,9 +182,11 @@ def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Gener
     if is_fused and bits == 8:
         return [_encode_bytes_fused(rows, packed, rest)]
     if is_fused:
-        _encode_nibbles_fused(rows, packed)
+        _encode_short_fused(rows, packed, bits)
+    elif bits == 8:
+        _encode_bytes(rows, packed, noise)
     else:
-        (_encode_bytes if bits == 8 else _encode_nibbles)(rows, packed, noise)
+        _encode_short(rows, packed, bits, noise)
     if rest:
         rows.sub_(_decode(packed, bits, rows.dtype))
     return []
@@ -197,10 +205,13 @@ def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
         return torch.addcmul(ends[:, 1:], packed[:, :-8].to(dtype), ends[:, :1])
     peaks = packed[:, -4:].view(torch.float32).to(dtype)
     if is_fused:
-        found: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(packed[:, :-4].contiguous())
+        unpack = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_unpack")
+        found: Tensor = unpack(packed[:, :-4].contiguous())
         return found.mul_(peaks)
-    pairs = packed[:, :-8]
-    levels = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1).to(dtype)
+    joint, most = packed[:, :-8], (1 << bits) - 1
+    # The first levels need no shift, and the last ones no mask.
+    middle = [joint >> shift & most for shift in range(bits, 8 - bits, bits)]
+    levels = torch.stack([joint & most, *middle, joint >> 8 - bits], dim=2).flatten(1).to(dtype)
     ends = packed[:, -8:-4].view(torch.float16).to(dtype)
     return torch.addcmul(ends[:, 1:], levels, ends[:, :1]).mul_(peaks)
 
@@ -235,23 +246,28 @@ def _peaks(rows: Tensor) -> Tensor:
     return found.float().clamp_min_(torch.finfo(torch.float32).tiny)
 
 
-def _encode_nibbles_fused(rows: Tensor, packed: Tensor) -> None:
+def _encode_short_fused(rows: Tensor, packed: Tensor, bits: int) -> None:
     peaks = _peaks(rows)
-    packed[:, :-4] = torch.ops.quantized.embedding_bag_4bit_prepack(rows * peaks.reciprocal())
+    prepack = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_prepack")
+    packed[:, :-4] = prepack(rows * peaks.reciprocal())
     packed[:, -4:] = as_bytes(peaks)
 
 
-def _encode_nibbles(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]) -> None:
+def _encode_short(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator]) -> None:
     peaks = _peaks(rows)
     reduced = rows * peaks.reciprocal()
     least, largest = reduced.amin(1, keepdim=True), reduced.amax(1, keepdim=True)
     # Rounded to fp16 before the levels are computed, because the decoder reads the rounded values.
     bias = least.half()
-    scale = ((largest.float() - bias.float()) / 15).half()
+    most = (1 << bits) - 1
+    scale = ((largest.float() - bias.float()) / most).half()
     # Equal numbers, or a width below the range of fp16: the levels are 0, and any scale decodes to the bias.
     scale = scale.masked_fill(scale == 0, 1)
-    levels = _rounded(reduced.sub_(bias).mul_(scale.float().reciprocal()), noise).clamp_(0, 15).to(torch.uint8)
-    packed[:, :-8] = levels[:, 0::2] | (levels[:, 1::2] << 4)
+    levels = _rounded(reduced.sub_(bias).mul_(scale.float().reciprocal()), noise).clamp_(0, most).to(torch.uint8)
+    joint = levels[:, 0 :: 8 // bits]
+    for index in range(1, 8 // bits):
+        joint = joint | levels[:, index :: 8 // bits] << bits * index
+    packed[:, :-8] = joint
     packed[:, -8:-4] = as_bytes(torch.cat([scale, bias], dim=1))
     packed[:, -4:] = as_bytes(peaks)
 

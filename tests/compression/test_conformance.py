@@ -33,6 +33,7 @@ COMPRESSORS = {
     "cast_feedback": lambda: Cast(torch.float16, feedback="classic", **SMALL),
     "topk": lambda: TopK(0.1, **SMALL),
     "topk_int8": lambda: TopK(0.1, **SMALL) | Quantize(8),
+    "topk_chunks_int2": lambda: TopK(0.2, chunk=48, feedback="fading", **SMALL) | Quantize(2),
     "topk_bf16": lambda: TopK(0.1, **SMALL) | Cast("bf16"),
     "topk_ef21": lambda: TopK(0.1, feedback="ef21", **SMALL),
     "topk_ef21_momentum": lambda: TopK(0.1, feedback="ef21", momentum=0.9, **SMALL),
@@ -46,6 +47,7 @@ COMPRESSORS = {
     "blocktopk_int8": lambda: BlockTopK(0.2, block=5, **SMALL) | Quantize(8),
     "int8": lambda: Quantize(8, **SMALL),
     "int4": lambda: Quantize(4, **SMALL),
+    "int2": lambda: Quantize(2, **SMALL),
     "int4_stochastic": lambda: Quantize(4, stochastic=True, feedback=None, **SMALL),
     "sign": lambda: Sign(**SMALL),
     "powersgd": lambda: PowerSGD(2, **SMALL),
@@ -135,6 +137,7 @@ def _conserves(name, group):
 LOSSY = {
     "topk_ef21_momentum",
     "topk_fading",
+    "topk_chunks_int2",
     "cast",
     "topk_ef21",
     "powersgd_ef21",

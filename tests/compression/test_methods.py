@@ -20,7 +20,7 @@ from lightning_parallel.compression import (
     TopK,
     rowwise,
 )
-from lightning_parallel.compression.sparsifiers import largest
+from lightning_parallel.compression.sparsifiers import _pack_offsets, _unpack_offsets, largest
 from tests.harness import distributed
 
 ALONE = Group.alone("alone")
@@ -131,6 +131,34 @@ def test_largest_in_sorted_and_poisoned_rows():
     assert 5 in largest(rows, 1)
 
 
+@pytest.mark.parametrize("extent", [200, 3000, 4096, 60_000])
+def test_offsets_in_chunks_take_few_bits(extent):
+    offsets = torch.tensor([[0, 1, 7, 15, extent // 2, extent - 2, extent - 1], list(range(7))])
+    packed = _pack_offsets(offsets, extent)
+    assert packed.shape == (2, 7 if extent <= 256 else 12 if extent <= 4096 else 14)
+    for received in (packed, packed.expand(3, -1, -1)):
+        assert torch.equal(_unpack_offsets(received, 7, extent), offsets.expand(*received.shape[:-1], 7))
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_chunks_send_the_largest_of_each(rows):
+    """Where the last chunk is short, too; 105 is seven chunks of fifteen, and 7 x 4 elements are sent."""
+    tensors = {f"w{index}": randn(10, 10, seed=index) for index in range(rows)}
+    sent = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert TopK(0.25, chunk=16, feedback=None, min_numel=0).reduce_(sent, ALONE)
+    for name, tensor in tensors.items():
+        chunks = torch.nn.functional.pad(tensor.flatten(), (0, 5)).view(7, 15)
+        expected = torch.zeros_like(chunks).scatter_(1, chunks.abs().topk(4, 1).indices, 1.0).mul_(chunks)
+        assert torch.equal(sent[name].flatten(), expected.flatten()[:100])
+
+
+def test_two_bits_of_the_largest_take_less_than_two_bytes_each():
+    elements = 4096 * 64
+    compressor = TopK(1 / 64, chunk=4096) | Quantize(2)
+    sent = compressor.wire_bytes({"weight": (4096, 64)}, 2)
+    assert sent == elements // 64 * (2 + 12) // 8 + 8 * (elements // 64 // 512)
+
+
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
 def test_topk_contracts(ratio):
     matrix = randn(300, 400, seed=3)
@@ -211,20 +239,21 @@ def test_unbiased_by_z_test(make):
     assert z.square().mean() == pytest.approx(1, abs=0.7)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_quantization_error_is_within_a_level(bits):
     matrix = randn(30, 100, dtype=torch.float32) * torch.logspace(-20, 10, 30).unsqueeze(1)
     compressor = Quantize(bits, feedback=None)
     rows = matrix.view(1, -1)
     back = compressor.unpack(compressor.pack(rows), rows.shape[1], torch.float32)
-    groups, found = (torch.nn.functional.pad(some, (0, 24)).view(6, 504) for some in (rows, back))
+    extent = 504 if bits > 2 else 512
+    groups, found = (torch.nn.functional.pad(some, (0, 6 * extent - 3000)).view(6, extent) for some in (rows, back))
     level = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / (2**bits - 1)
     # Scale and bias of 4 bits have 11 bits themselves.
     assert ((found - groups).abs() <= level * (0.5001 if bits == 8 else 0.52)).all()
-    assert compressor.pack(rows).shape[1] == 6 * (504 * bits // 8 + 8), "with what scales each of 6 groups"
+    assert compressor.pack(rows).shape[1] == 6 * (extent * bits // 8 + 8), "with what scales each of 6 groups"
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
     """On a rank that lacks the kernels, or on a device; and both see what is not finite, which the kernels may hide."""
     rows = randn(8, 512, dtype=torch.float32) * torch.logspace(-18, 6, 8).unsqueeze(1)
@@ -250,7 +279,7 @@ def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
             assert not rowwise.scales(fused, bits).isfinite().all(), (is_fused, value)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_the_mean_of_what_ranks_sent_is_that_of_each_decoded(bits):
     """By one kernel for all ranks and by single operations, also where n is no multiple of a group."""
     n = 512 * 700 - 300
@@ -424,6 +453,8 @@ def test_the_first_matching_rule_decides():
         lambda: RandomK(StepValue({0: 0.1, 2: 2.0})),
         lambda: PowerSGD(0),
         lambda: Quantize(3),
+        lambda: TopK(0.1, chunk=1),
+        lambda: TopK(0.1, chunk=1 << 17),
         lambda: Cast("int8"),
         lambda: TopK(0.1, feedback="magic"),
         lambda: TopK(0.1, start_step=-1),
@@ -454,6 +485,7 @@ def test_what_makes_no_sense_is_refused_at_construction(compose):
         (lambda: Sign(min_numel=None), "min_numel"),
         (lambda: Sign(feedback="decayed", decay="x"), "decay"),
         (lambda: BlockTopK(0.1, block=2.5), "block"),
+        (lambda: TopK(0.1, chunk=64.0), "chunk"),
         (lambda: Quantize("8"), "bits"),
         (lambda: Quantize(8, stochastic=None), "stochastic"),
         (lambda: Cast(None), "dtype"),
@@ -484,6 +516,7 @@ def test_numbers_of_numpy_are_numbers():
     "text",
     [
         "TopK(ratio=0.1) | Quantize(8)",
+        "TopK(ratio=0.1, chunk=4096) | Quantize(2)",
         "TopK(ratio=0.1, feedback='decayed', decay=0.25, start_step=5, min_numel=0)",
         "RandomK(ratio=0.1, feedback=None, seed=3) | Cast('fp16')",
         "BlockTopK(ratio=0.1, block=64, momentum=0.9)",

@@ -223,6 +223,40 @@ def test_a_replica_may_be_a_mesh(group):
     assert_equal_everywhere(module, group)
 
 
+class Matrices(Tied):
+    """Trains its matrices by Muon."""
+
+    def configure_optimizers(self):
+        return torch.optim.Muon([value for value in self.parameters() if value.dim() == 2], lr=0.05)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+@distributed(world_size=2)
+def test_muon_is_an_inner_optimizer(group):
+    for outer in (None, nesterov):
+        module = Matrices()
+        expected = simulate(module, 2, 3, outer=outer)
+        fit(module, group, every_n_steps=3, outer_optimizer=outer or "average")
+        assert_near(module, expected, f"{outer}")
+        assert_equal_everywhere(module, group)
+    path = folder_of(group) / "run"
+    runs = [Matrices() for _ in range(2)]
+    sparse = TopK(0.5, chunk=64, feedback="fading", min_numel=0) | Quantize(2)
+    options = {"every_n_steps": 3, "outer_optimizer": "nesterov", "compression": sparse}
+    for module, where in zip(runs, ({"callbacks": [Saves(path, (4,))]}, {"ckpt_path": f"{path}-4"})):
+        fit(module, group, **options, **where)
+    assert all(map(torch.equal, *(module.parameters() for module in runs)))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+@distributed(world_size=4)
+def test_muon_has_owners_inside_of_replicas(group):
+    module = Matrices()
+    expected = simulate(module, 2, 3, epochs=1, outer=nesterov)
+    fit(module, group, every_n_steps=3, max_epochs=1, outer_optimizer="nesterov", tensor_parallel_size=2)
+    assert_near(module, expected)
+
+
 class Saves(Callback):
     """Saves after some batches."""
 
