@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
@@ -225,7 +226,7 @@ def barrier(group: Group) -> None:
 
 _INLINE_BYTES = 1 << 12
 """Tensors on the CPU up to this size travel with the numbers: every rank sends as many bytes."""
-_CONSTANTS = (str, bool, type(None), torch.dtype, torch.device)
+_CONSTANTS = (str, bool, type(None), torch.dtype, torch.device, FunctionType, BuiltinFunctionType)
 
 
 class StepOutcome(NamedTuple):
@@ -369,7 +370,7 @@ def _form_of(value: Any, numbers: list[Any], tensors: list[Tensor], seen: dict[i
     """
     kind = type(value)
     if kind in _CONSTANTS:
-        return "constant", kind, value
+        return "constant", value
     if kind is float or kind is int and -(1 << 63) <= value < 1 << 63:
         numbers.append(value)
         return ("number", kind)
@@ -386,7 +387,7 @@ def _form_of(value: Any, numbers: list[Any], tensors: list[Tensor], seen: dict[i
     if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
         keys: tuple[Any, ...] = ()
         parts: Iterable[Any] = value
-    elif kind is dict and all(type(key) in _CONSTANTS or type(key) is int for key in value):
+    elif kind is dict and all(type(key) in (str, int, bool) for key in value):
         keys, parts = tuple([(type(key), key) for key in value]), value.values()
     else:
         return None
@@ -418,7 +419,7 @@ def _rebuilt(form: Any, parts: _Reader) -> Any:
     """Return the value of a form."""
     what, kind, *rest = form
     if what == "constant":
-        return rest[0]
+        return kind
     if what == "number":
         return struct.unpack("<q" if kind is int else "<d", parts.take(8))[0]
     if what == "again":

@@ -44,7 +44,7 @@ def values_of_steps():
         yield {
             "loss": torch.tensor(1.5 + step),
             "n": 3 + step,
-            "x": [True, None, "a", (2.5 * step, Point(small))],
+            "x": [True, None, max, "a", (2.5 * step, Point(small))],
             1: {},
         }
     for step in range(2):

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
+from lightning_parallel.pipeline import p2p
 from lightning_parallel.pipeline.p2p import FAILURE, Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
 from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule, forward_only
 from tests.harness import RankError, distributed, recorded_communication, run
@@ -206,17 +208,24 @@ def test_a_failure_fills_what_was_expected_and_leaves_the_layouts(group):
         links.finish()
 
 
+@pytest.mark.parametrize("blocks", [False, True])
 @distributed(world_size=2)
-def test_a_message_is_under_way_before_it_is_wanted(group):
-    """From the third on, a stage has begun to receive a message when the one before has come."""
+def test_a_message_is_under_way_before_it_is_wanted(blocks, group):
+    """From the third on, a stage has begun to receive a message when the one before has come: where it may wait."""
     schedule = forward_only(build_schedule("gpipe", 2, 4))
-    links = StageMessages(group, schedule, CPU, MessageLayouts(), channels_of(group, schedule))
-    links.post()
-    for number in range(4):
-        if group.rank == 0:
-            links.send_activations(0, number, rows(3, number))
-            continue
-        links.receive_activations(Action(Kind.F, 1, number))
-        ahead = links._posted.get((Kind.F, 0))
-        assert [len(each) for each in ahead.buffers] == ([3] if number else []) if number < 3 else ahead is None
-    links.finish()
+    with strict_order(), patched(p2p, "_waits_block_hosts", lambda: blocks):
+        links = StageMessages(group, schedule, CPU, MessageLayouts(), channels_of(group, schedule))
+        links.post()
+        for number in range(4):
+            if group.rank == 0:
+                links.send_activations(0, number, rows(3, number))
+                continue
+            assert torch.equal(
+                links.receive_activations(Action(Kind.F, 1, number)).tensors[0], rows(3, number).tensors[0]
+            )
+            ahead = links._posted.get((Kind.F, 0))
+            if blocks or number == 3:
+                assert ahead is None
+            else:
+                assert [len(each) for each in ahead.buffers] == ([3] if number else [])
+        links.finish()
