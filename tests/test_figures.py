@@ -59,6 +59,11 @@ PLACES = [
     place(LOCAL, f"30 local steps, `nesterov`, `Quantize(4)` | {RELATIVE}", LOCAL_30),
     place(LOCAL, f"2 fragments, 5 overlapping steps | {RELATIVE}", "the same, 2 fragments, overlap 5"),
     place(LOCAL, f"the same, asynchronous | {RELATIVE}", "the same, late"),
+    place(LOCAL, f'feedback="fading") \\| Quantize(2)` | {RELATIVE}', "local 20, SparseLoCo(0.1)"),
+    place(LOCAL, f"the same with `TopK(0.03, ...)` | {RELATIVE}", "local 20, SparseLoCo(0.03)"),
+    place("docs/benchmarks.md", "`Quantize(4)` | 1.65 | {loss:.3f} |", LOCAL_20),
+    place("docs/benchmarks.md", "Quantize(2)` | 0.60 | {loss:.3f} |", "local 20, SparseLoCo(0.1)"),
+    place("docs/benchmarks.md", "| 0.22 | {loss:.3f} |", "local 20, SparseLoCo(0.03)"),
     place(
         POWER,
         "{above0:.1f} % above at rank 4, {above1:.1f} % at rank 8, {above2:.1f} % at rank 16. The alternating form"
