@@ -48,6 +48,7 @@ from lightning_parallel.compat.dispatcher import (
     intercepted_collectives,
     is_coalescing,
     on_graph_end,
+    unseen,
 )
 from lightning_parallel.compat.lightning import (
     asynchronous_io,
@@ -409,6 +410,34 @@ def test_collectives_and_waits_are_intercepted_and_none_after(group):
     assert not is_coalescing(dist.group.WORLD)
     assert groups_past_dispatcher() == []
     model.register_comm_hook(None, default_hooks.allreduce_hook)  # DDP's only place for one is free
+
+
+class Making(TorchDispatchMode):
+    """Makes a tensor beside each operator."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        torch.zeros(1)
+        return func(*args, **(kwargs or {}))
+
+
+@distributed(world_size=2)
+def test_messages_that_are_recorded_elsewhere_pass_unseen(group):
+    def swap():
+        sent, received = torch.full((3,), 1.0 + group.rank), torch.zeros(3)
+        with unseen():
+            works = dist.irecv(received, 1 - group.rank), dist.isend(sent, 1 - group.rank)
+        for work in works:
+            work.wait()
+        assert received.tolist() == [2.0 - group.rank] * 3
+
+    seen = Nested()
+    swap()
+    with intercepted_collectives(seen):
+        swap()
+        assert seen.seen == ["wait", "wait"]
+        with Making():  # whose tensors need what `unseen` takes away
+            swap()
+        assert [one[0] for one in seen.seen] == ["w", "w", "recv", "send", "w", "w"]
 
 
 @distributed(world_size=2)

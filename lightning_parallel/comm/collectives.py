@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.work import Done, Pending
+from lightning_parallel.compat.dispatcher import unseen
 from lightning_parallel.compat.torch import all_gather_single, reduce_scatter_single
 
 __all__ = [
@@ -437,11 +438,12 @@ class _Swap:
     ) -> None:
         peer = group.ranks[1 - group.rank]
 
-        # Neither call waits for the other rank, so two ranks cannot block each other.
-        self._works = (
-            dist.irecv(received, peer, group=group.process_group, tag=tag),
-            dist.isend(sent, peer, group=group.process_group, tag=tag),
-        )
+        # Neither call waits for the other rank, so two ranks cannot block each other. Unseen, as `launch` records both.
+        with unseen():
+            self._works = (
+                dist.irecv(received, peer, group=group.process_group, tag=tag),
+                dist.isend(sent, peer, group=group.process_group, tag=tag),
+            )
         self._finish = finish
 
     def wait(self) -> None:

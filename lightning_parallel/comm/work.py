@@ -251,12 +251,12 @@ class _as_call:
             self._helper.process_group = None
 
 
-def current_call() -> InFlight | _Unrecorded | None:
-    """Return the call of this module that the calling thread issues or waits for; None if there is none.
+# Not a function of Python: a recorder asks several times for each message of a step.
+current_call: Callable[[], InFlight | _Unrecorded | None] = partial(getattr, _thread, "call")
+"""Returns the call of this module that the calling thread issues or waits for; None if there is none.
 
-    The call records itself where a recorder wants it. An observer of torch must not record its operations again.
-    """
-    return _thread.call
+The call records itself where a recorder wants it. An observer of torch must not record its operations again.
+"""
 
 
 def _begin(

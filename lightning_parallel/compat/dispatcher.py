@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,8 @@ from torch import Tensor
 
 # The id of the running backward pass, -1 if none runs: no public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _ExcludeDispatchKeyGuard as KeyHidden
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 
 from lightning_parallel.compat import Patches
 
@@ -32,6 +34,7 @@ __all__ = [
     "intercepted_collectives",
     "is_coalescing",
     "on_graph_end",
+    "unseen",
 ]
 
 
@@ -114,6 +117,12 @@ _OBJECT_CALLS = {
 }
 _MODULES_OF_CALLS = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
+# This key comes after the keys of autograd, which tensors of inference mode lack, and before the keys of all backends.
+# All tensors have it.
+_KEY = torch._C.DispatchKey.BackendSelect
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_SHOWN = nullcontext()
+
 _interceptors: list[Interceptor] = []
 _libraries: list[torch.library.Library] = []
 _patches = Patches()
@@ -141,11 +150,21 @@ def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
         _interceptors.remove(interceptor)
 
 
+def unseen() -> AbstractContextManager[None]:
+    """Hide the operators of the block from all interceptors; a kernel in Python takes more time than small messages.
+
+    The caller must record them itself. They must make no tensors, because creation needs the hidden dispatch key.
+    """
+    # A mode would run its own code in the block, which may make tensors.
+    if not _interceptors or num_dispatch_modes() > 0:
+        return _SHOWN
+    hidden: AbstractContextManager[None] = KeyHidden(_KEYS)
+    return hidden
+
+
 def _register() -> None:
-    # This key comes after the keys of autograd, which tensors of inference mode lack, and before the keys of all
-    # backends. All tensors have it.
     key = "BackendSelect"
-    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    after = torch._C._dispatch_keyset_full_after(_KEY)
     collectives = torch.library.Library("c10d", "IMPL")
     _libraries.append(collectives)
     for name in _OPERATORS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
@@ -136,15 +136,19 @@ class InFlight:
             work: Torch's handle.
             on_device: Whether a device carries the communication; its streams then wait instead of the host.
         """
-        clock = self.clock
+        clock = self._recorder.clock
         if clock is not None:
             if on_device:
                 # A lane for each peer: messages from and to a peer do not complete in the order of their start.
                 self.complete = clock.completion(work, (self.group, self.op, self.peer))
-        elif not on_device:
-            # Not every operation has a future, and not every handle is torch's.
-            with suppress(AttributeError, RuntimeError):
-                work.get_future().add_done_callback(self._note_completion)
+            return
+        # Not every handle is torch's.
+        get_future = None if on_device else getattr(work, "get_future", None)
+        if get_future is not None:
+            try:
+                get_future().add_done_callback(self._note_completion)
+            except RuntimeError:
+                return  # not every operation has a future
 
     def _note_completion(self, _: Any) -> None:
         # Runs on a thread of gloo, which also completes other collectives. So this must be quick.
@@ -152,7 +156,7 @@ class InFlight:
 
     def note_wait(self, begin: Any, end: Any) -> None:
         """Note a wait from `begin` to `end`; a long wait sets the completion time if it is unknown."""
-        if self.complete is None and self.clock is None and end - begin > ARRIVAL_NS:
+        if self.complete is None and end - begin > ARRIVAL_NS and self._recorder.clock is None:
             self.complete = end
 
     @property
@@ -170,12 +174,19 @@ class InFlight:
 
     def __exit__(self, *_: object) -> None:
         recorder = self._recorder
-        if not recorder.is_computing():
+        # The first two conditions hold for nearly all calls without a device, and cost no call of Python.
+        is_on_host = recorder.clock is None and get_ident() == recorder.main_thread
+        if not is_on_host and not recorder.is_computing():
             self._blocked.append(recorder.now())
             return
         between_stages = self.peer is not None or self.axis == "pipeline_parallel"
         phase = "pipeline_wait" if between_stages else "communication_exposed"
-        self._blocked.append(recorder.charge(phase, self._blocked[-1]))
+        if is_on_host:
+            now = perf_counter_ns()
+            recorder.charge_host(phase, self._blocked[-1], now)
+            self._blocked.append(now)
+        else:
+            self._blocked.append(recorder.charge(phase, self._blocked[-1]))
         self._exposes = True
 
     @property
@@ -191,14 +202,16 @@ class InFlight:
     def finish(self, end: Any = None) -> None:
         """Record the span; its end is `end`, or else the end of the last wait."""
         recorder = self._recorder
-        recorder.land(self)
+        if recorder.clock is None:
+            recorder.in_flight.pop(id(self), None)
+            self.tensors = ()  # with a device, keep them: it may read them until it has passed the completion
+        else:
+            recorder.land(self)
         blocked = self._blocked
         if end is None:
             end = blocked[-1] if blocked else recorder.now()
         call = recorder.step, None, None, self.axis, self.op, self.bytes, self.ranks, self.peer, self.dtype
         facts = (*call, get_ident(), self.sequence, self.tag, self.group, self.apart)
-        if recorder.clock is None:
-            self.tensors = ()  # with a device, keep them: it may read them until it has passed the completion
         recorder.add("communication", self.op, facts, self._exposes, self.start, end, self.complete, *blocked)
 
 
@@ -226,6 +239,7 @@ class Recorder:
         now: Reads the clock: nanoseconds, or a mark of the device clock.
         in_flight: Unfinished communication calls; with a device, calls that the device has not finished.
         add: Keeps a finished span, see `_keep`.
+        charge_host: Charges an interval of the training thread to a phase, without a device; see `Ledger.charge`.
         calls: Collectives issued in each group, by axis, ranks and name; messages also by operation, peer and tag.
         apart: The running absorbing phase; None outside such phases.
         on_submit: Called when another thread or stream gets work; returns whether a backward pass waits for the work.
@@ -256,6 +270,7 @@ class Recorder:
         self._num_nested = 0  # phases that began within `apart`
         # Host time even with a device clock: the device clock is anchored to this clock.
         self._ledger = Ledger(perf_counter_ns(), absorbing)
+        self.charge_host = self._ledger.charge
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
         self._windows: list[Window] = []
@@ -397,11 +412,11 @@ class Recorder:
             complete_ns: Completion of a communication, if known.
             blocked_ns: Begin and end of each interval in which the calling thread was blocked.
         """
-        # The fast path: nearly every call blocks once, in the call or in its wait.
-        if len(blocked_ns) == 2:
-            total_ns = blocked_ns[1] - blocked_ns[0]
-        else:
-            total_ns = sum(max(0, end - begin) for begin, end in zip(blocked_ns[::2], blocked_ns[1::2]))
+        # A loop: a generator would take most of the time of a call, which blocks in its begin and in its wait.
+        total_ns = 0
+        for place in range(1, len(blocked_ns), 2):
+            if blocked_ns[place] > blocked_ns[place - 1]:
+                total_ns += blocked_ns[place] - blocked_ns[place - 1]
         in_flight = None if complete_ns is None else complete_ns - start_ns
         exposed_ns = total_ns if exposes else 0
         span = _new_span((category, name, start_ns, end_ns, *facts, total_ns, in_flight, exposed_ns))

@@ -86,10 +86,12 @@ class CollectiveTracer:
 
     def is_listening(self) -> bool:
         """Return whether a recorder is active, and `comm` does not already record the thread's current call."""
-        if tracing.active() is None:
-            return False
+        # First what holds for most calls: each message of a step asks twice.
         known = comm.current_call()
-        return known is None or known.dtype is None  # `comm` does not know the size of Python objects
+        if known is not None and known.dtype is not None:
+            return False
+        # `comm` does not know the size of Python objects.
+        return tracing.active() is not None
 
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
         """Record an operation, unless `comm` does."""
