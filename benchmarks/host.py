@@ -53,7 +53,7 @@ class Counts(NamedTuple):
 
 
 # At most.
-BUDGETS = {"positions": Counts(445, 75), "tensor": Counts(130, 70)}
+BUDGETS = {"positions": Counts(445, 75), "tensor": Counts(123, 70)}
 
 
 STAGE_BUDGETS = {"owned": 4, "stub": 5}

@@ -81,6 +81,7 @@ WRONG = {
     "activation_checkpointing": ["some", 0, 2.0, True],
     "cpu_offload": ["optimizer", ("state",), ("activations",), ("optimizer", "optimizer"), 1],
     "tiled": ["on", True],
+    "compile_layers": ["yes", 1],
     "gradient_sum_dtype": ["fp64", 32],
     "checkpoint_format": ["shard"],
     "async_save": ["yes", True],  # in one file

@@ -25,7 +25,7 @@ from lightning_parallel.comm.executors import (
     overlapping_executor,
 )
 from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, Phases, fill_buckets
-from lightning_parallel.comm.groups import GRADIENTS, Group, MeshGroups, NodeGroups
+from lightning_parallel.comm.groups import GRADIENTS, Group, MeshGroups, NodeGroups, group_labelled
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.host import Process, boot_id, host_id
 from lightning_parallel.comm.objects import (
@@ -112,6 +112,7 @@ __all__ = [
     "gather_object",
     "host_id",
     "exchange",
+    "group_labelled",
     "explained",
     "fill_buckets",
     "fingerprint",

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.groups import Group, group_labelled
+from lightning_parallel.comm.kept import kept
 from lightning_parallel.comm.work import Done, Pending
 from lightning_parallel.compat.dispatcher import unseen
-from lightning_parallel.compat.torch import all_gather_single, reduce_scatter_single
+from lightning_parallel.compat.torch import all_gather_single, is_traced, reduce_scatter_single
 
 __all__ = [
     "all_gather",
@@ -58,6 +59,8 @@ def all_reduce_(
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
+    if type(tensor) is not Tensor and is_traced(tensor):
+        return _traced(torch.ops.lightning_parallel.all_reduce(tensor, group.label, op), async_op)
 
     def start(has_handle: bool) -> Any:
         if swaps_all_reduce(tensor, group):
@@ -71,6 +74,8 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce `tensor` over `group` into a new tensor; in a group of one, return `tensor` itself."""
     if group.size == 1:
         return tensor
+    if type(tensor) is not Tensor and is_traced(tensor):
+        return all_reduce_(tensor, group, op)
     # `clone` alone would keep the strides, and collectives need contiguous memory.
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
@@ -126,6 +131,8 @@ def all_gather(
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim]] * group.size if sizes is None else sizes
+    if type(tensor) is not Tensor and is_traced(tensor):
+        return _traced(torch.ops.lightning_parallel.all_gather(tensor, group.label, dim, sizes), async_op)
     # `dist.all_gather` expects equal shapes, so smaller parts travel with padding, which `result` cuts off.
     part = _padded(tensor.movedim(dim, 0), max(sizes)).contiguous()
     whole = part.new_empty((group.size, *part.shape))
@@ -186,6 +193,8 @@ def reduce_scatter(
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim] // group.size] * group.size if sizes is None else sizes
+    if type(tensor) is not Tensor and is_traced(tensor):
+        return _traced(torch.ops.lightning_parallel.reduce_scatter(tensor, group.label, dim, sizes), async_op)
     rows = tensor.movedim(dim, 0)
     if min(sizes) < max(sizes):
         # Backends expect equal parts, so smaller parts travel with padding, which `result` cuts off.
@@ -398,6 +407,56 @@ def _size_bytes(*tensors: Tensor) -> int:
 def _padded(tensor: Tensor, length: int) -> Tensor:
     missing = length - tensor.shape[0]
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+# --------------------------------------------------------------------------------------------------- in compiled code
+#
+# The compiler runs layers once with tensors without data. It sees an operator for each collective, and inside the
+# operator neither the gate nor the recorder. The operators change no argument, so the compiler may move them; their
+# results and arguments order them alike on all ranks.
+
+_LIBRARY = torch.library.Library("lightning_parallel", "FRAGMENT")
+
+
+def _define(name: str, arguments: str, compute: Callable[..., Tensor], shape: Callable[..., Sequence[int]]) -> None:
+    """Define an operator by its code, and by its shape for tensors without data."""
+    if hasattr(torch.ops.lightning_parallel, name):
+        return  # by an earlier import of this module
+    _LIBRARY.define(f"{name}(Tensor x, str group, {arguments}) -> Tensor")
+    _LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"lightning_parallel::{name}", lambda x, *rest: x.new_empty(shape(x, *rest)), lib=_LIBRARY
+    )
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    sizes = list(x.shape)
+    sizes[dim] = size
+    return sizes
+
+
+_define(
+    "all_reduce",
+    "str op",
+    lambda x, label, op: kept(lambda: all_reduce(x, group_labelled(label), op)),
+    lambda x, label, op: x.shape,
+)
+_define(
+    "all_gather",
+    "int dim, SymInt[] sizes",
+    lambda x, label, dim, sizes: kept(lambda: all_gather(x, group_labelled(label), dim, sizes)),
+    lambda x, label, dim, sizes: _resized(x, dim, sum(sizes)),
+)
+_define(
+    "reduce_scatter",
+    "int dim, SymInt[] sizes",
+    lambda x, label, dim, sizes: kept(lambda: reduce_scatter(x, group_labelled(label), dim, sizes).contiguous()),
+    lambda x, label, dim, sizes: _resized(x, dim, sizes[group_labelled(label).rank]),
+)
+
+
+def _traced(result: Tensor, async_op: bool) -> Any:
+    return Done(result) if async_op else result
 
 
 # ----------------------------------------------------------------------------------------- messages between CPU ranks

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from lightning_parallel.compat.default_group import (
 )
 from lightning_parallel.mesh import CONTEXT, DATA, PIPELINE, TENSOR, Axis, Mesh
 
-__all__ = ["GRADIENTS", "Group", "MeshGroups", "NodeGroups"]
+__all__ = ["GRADIENTS", "Group", "MeshGroups", "NodeGroups", "group_labelled"]
 
 GRADIENTS: Literal["gradients"] = "gradients"
 """Name of the groups whose ranks hold the same parameters: data x context."""
@@ -38,6 +39,8 @@ class Group:
         process_group: The torch group; None for a group of one.
         gate: Called before each collective on tensors, with its name.
         note: In a pretended group, called with the name and the bytes of each collective that it would have sent.
+        size: The number of ranks.
+        label: A name by which operators in compiled code find this group: see `group_labelled`.
     """
 
     axis: str
@@ -46,6 +49,14 @@ class Group:
     process_group: dist.ProcessGroup | None
     gate: Callable[[str], None] | None = None
     note: Callable[[str, int], None] | None = None
+    # Plain attributes: each call of a sharded layer reads them, and compiled code takes them for constants.
+    size: int = field(init=False, repr=False)
+    label: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        label = f"{self.axis}/{next(_numbers)}"
+        vars(self).update(size=len(self.ranks), label=label)
+        _labelled[label] = self
 
     def __deepcopy__(self, memo: object) -> Group:
         # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
@@ -67,11 +78,6 @@ class Group:
     def behind_gate(self) -> Group:
         """This group without its gate, for messages that the ranks send after all of them have passed the gate."""
         return self if self.gate is None else replace(self, gate=None)
-
-    @cached_property
-    def size(self) -> int:
-        # Cached: each call of a sharded layer reads it.
-        return len(self.ranks)
 
     @cached_property
     def backend(self) -> str:
@@ -139,6 +145,25 @@ class Group:
             raise ValueError(f"The process group must hold rank {rank}; got the ranks {ranks}")
         # A group of one sends nothing, so collectives need not ask torch.
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
+
+
+_numbers = count()
+_labelled: WeakValueDictionary[str, Group] = WeakValueDictionary()
+
+
+def group_labelled(label: str) -> Group:
+    """Return the group with a `label`.
+
+    Raises:
+        RuntimeError: If the group is gone, as after its run.
+    """
+    group = _labelled.get(label)
+    if group is None:
+        raise RuntimeError(
+            f"Compiled code must run while its process groups exist; got the group `{label}` of an earlier run. Compile"
+            " the model again, after `torch.compiler.reset()`"
+        )
+    return group
 
 
 # By group that stands in for torch's default group: the library's own group of the same ranks. The stand-ins of a mesh

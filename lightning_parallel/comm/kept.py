@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_parallel.compat.torch import (
     PRODUCTS,
     TorchDispatchMode,
+    is_traced_now,
     pytree,
     same_memory,
     storage_address,
@@ -41,7 +42,7 @@ def kept(compute: Callable[[], T]) -> T:
     """
     global _running
     results = _running
-    if results is None:
+    if results is None or is_traced_now():
         return compute()
     # Calls inside `compute` belong to its result.
     _running = None
@@ -52,8 +53,8 @@ def kept(compute: Callable[[], T]) -> T:
 
 
 def running_results() -> KeptResults | None:
-    """Return the results of the layer that runs now; None outside such layers."""
-    return _running
+    """Return the results of the layer that runs now; None outside such layers, and in code that is compiled."""
+    return None if _running is None or is_traced_now() else _running
 
 
 class KeptResults:

@@ -6,9 +6,12 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` names 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import json
 import operator
+import os
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,8 +48,14 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # which recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
 
+# Says whether `torch.compile` traces the code that runs now.
+from torch._guards import TracingContext
+
 # Tensors without data, on a device that need not exist, with torch's own shape functions; `torch.export` uses them too.
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+# Stands for a value of compiled code while its operators are made free of changes in place.
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -121,6 +130,7 @@ __all__ = [
     "gradient_hooks_of",
     "children_of",
     "compiled_call_of",
+    "compiler_backend",
     "copy_all_",
     "copy_of",
     "current_graph_task_id",
@@ -176,12 +186,15 @@ __all__ = [
     "storage_address",
     "swap_tensor_impl",
     "to_copy",
+    "uncompiled_call_of",
     "unsafe_view",
     "version_of",
     "workers_of",
     "versions_of",
     "with_lost_weight",
     "with_versions",
+    "is_traced",
+    "is_traced_now",
 ]
 
 
@@ -322,6 +335,10 @@ CALL_CODE = nn.Module._call_impl.__code__
 """The code of a module's call: its frame tells which module runs."""
 
 
+# Returns the call of a module with its hooks, as `nn.Module.compile` compiles it.
+uncompiled_call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
+
+
 class AroundCalls:
     """Stands in a module's `CALLS`, and lets a function run each call.
 
@@ -346,6 +363,16 @@ class AroundCalls:
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+
+def compiler_backend(device: torch.device) -> str:
+    """Return `inductor` where torch can make kernels for a device, otherwise the backend `aot_eager`."""
+    if device.type == "cpu":
+        # As inductor looks for it.
+        has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
+    else:
+        has_compiler = importlib.util.find_spec("triton") is not None
+    return "inductor" if has_compiler else "aot_eager"
 
 
 def has_compiled_calls(module: nn.Module) -> bool:
@@ -533,6 +560,16 @@ to_copy = torch.ops.aten._to_copy
 
 # The counter of a tensor's in-place changes, which autograd checks too: no public name tells if a tensor has changed.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+def is_traced_now() -> bool:
+    """Return whether the compiler runs this code with tensors without data, to see its operators."""
+    return TracingContext.try_get() is not None
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for a value of compiled code, which has no data yet."""
+    return type(tensor) in (FakeTensor, FunctionalTensor) and is_traced_now()
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from typing import IO, Any
@@ -32,7 +32,8 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
-from lightning_parallel.compat.torch import pytree, uses_cuda_graphs, workers_of
+from lightning_parallel.compat.torch import has_compiled_calls, pytree, uses_cuda_graphs, workers_of
+from lightning_parallel.pipeline.layer_stack import find_layer_stacks
 from lightning_parallel.pipeline.random_streams import OwnGenerators
 
 __all__ = [
@@ -208,8 +209,12 @@ def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
     return bool(marks.as_strided(two.shape, two.stride(), offset).any())
 
 
-def check_pipeline_module(module: LightningModule) -> None:
+def check_pipeline_module(module: LightningModule, layers: str) -> None:
     """Refuse modules that cannot run in stages on parts of a batch.
+
+    Args:
+        module: The user's module.
+        layers: Dotted name of the container of its layers, or `auto`.
 
     Raises:
         ValueError: With the reason and a way out.
@@ -225,10 +230,11 @@ def check_pipeline_module(module: LightningModule) -> None:
             f"`{kind}` overrides `backward`, which a pipeline never calls: each stage differentiates its own part."
             " Remove it, or use TensorParallelStrategy"
         )
-    if is_compiled(module):
+    compiled = kind if is_compiled(module) else _compiled_around_layers(module, layers)
+    if compiled:
         raise ValueError(
-            f"`{kind}` was compiled as a whole, but a stage runs only a part of it. Compile its layers instead, in"
-            " `configure_model` or `__init__` [LP020]"
+            f"`{compiled}` was compiled as a whole, but a stage runs only a part of it. Use `compile_layers=True`, or"
+            " compile its layers, in `configure_model` or `__init__` [LP020]"
         )
     graphed = next((name for name, part in module.named_modules() if uses_cuda_graphs(part)), None)
     if graphed is not None:
@@ -241,6 +247,17 @@ def check_pipeline_module(module: LightningModule) -> None:
         method = getattr(module, name)
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(f"`{kind}.{name}` takes a `dataloader_iter`; a pipeline needs the batch, to split it")
+
+
+def _compiled_around_layers(module: nn.Module, layers: str) -> str:
+    """Return the path of a compiled module that holds all repeated layers; empty if there is none."""
+    compiled = [path for path, part in module.named_modules() if path and has_compiled_calls(part)]
+    if not compiled:
+        return ""
+    with suppress(ValueError):  # the analysis says which layers it needs
+        names = find_layer_stacks(module, 1, layers)[0].names
+        return next((path for path in compiled if all(name.startswith(f"{path}.") for name in names)), "")
+    return ""
 
 
 def output_is_read(module: LightningModule, step: str) -> bool:

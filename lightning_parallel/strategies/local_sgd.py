@@ -181,6 +181,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
             features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
+        compile_layers: Compile each of the repeated layers with `torch.compile`. Inductor makes kernels if there is a
+            compiler for them; otherwise the backend is `aot_eager`. The first steps take longer.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -253,6 +255,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         zero_stage: ZeroStage = 0,
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         compressor_state: KeptState = "local",
         hierarchical: Hierarchical = False,

@@ -64,7 +64,7 @@ from lightning_parallel.compat.torch import explain_swaps, give_data
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import AbsentParameter, GradientReducer, ParameterSlices
-from lightning_parallel.mesh import AXES, DATA, Axis, Size
+from lightning_parallel.mesh import AXES, CONTEXT, DATA, Axis, Size
 from lightning_parallel.pipeline.microbatch import without_caches
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.recomputation import Recomputed, recompute, repeated_layers
@@ -109,6 +109,7 @@ from lightning_parallel.strategies.options import (
     check_activation_checkpointing,
     check_checkpoint_format,
     check_choice,
+    check_compile_layers,
     check_cpu_offload,
     dtype_of_sums,
 )
@@ -125,6 +126,7 @@ from lightning_parallel.strategies.setup.positions import (
     split_sequences,
 )
 from lightning_parallel.strategies.setup.tables import show_stages
+from lightning_parallel.strategies.steps.compiled import compile_layers
 from lightning_parallel.strategies.steps.effects import side_effects_discarded
 from lightning_parallel.strategies.steps.pipeline import PipelineSteps
 from lightning_parallel.strategies.steps.recomputed import layers_within_limit, tell_recomputed
@@ -183,6 +185,7 @@ class MeshStrategy(MeshProcesses):
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -211,6 +214,7 @@ class MeshStrategy(MeshProcesses):
         check_activation_checkpointing(activation_checkpointing)
         check_checkpoint_format(checkpoint_format, async_save)
         check_choice("tiled", tiled, Tiled)
+        check_compile_layers(compile_layers, tiled, tensor.sequence_parallel, sizes.get(CONTEXT, 1))
         check_choice("verify", verify, Verify)
         check_choice("gather_after_fit", gather_after_fit, GatherAfterFit)
         if compression is not None:
@@ -226,6 +230,7 @@ class MeshStrategy(MeshProcesses):
         self.activation_checkpointing = activation_checkpointing
         self.cpu_offload = check_cpu_offload(cpu_offload, activation_checkpointing)
         self.tiled = tiled
+        self.compile_layers = compile_layers
         self.gradient_sum_dtype = dtype_of_sums(gradient_sum_dtype)
         self.checkpoint_format = checkpoint_format
         self.async_save = async_save
@@ -270,8 +275,8 @@ class MeshStrategy(MeshProcesses):
         super().setup_environment()
         # Check only now, when the ranks have met. If one rank raised earlier, other ranks would report only its loss.
         with comm.failing_together(self.groups.world):
-            if self.mesh.pipeline_parallel > 1:
-                checks.check_pipeline_module(self.module)
+            if self.mesh.pipeline_parallel > 1 and self.pipeline_options is not None:
+                checks.check_pipeline_module(self.module, self.pipeline_options.layers)
             checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         asks_for_replicas = self.is_for_replicas or self.zero_stage or self.compression is not None
         if self.mesh.data_parallel == self.mesh.world_size > 1 and not asks_for_replicas:
@@ -467,6 +472,7 @@ class MeshStrategy(MeshProcesses):
         is_fit = module.trainer.state.fn == TrainerFn.FITTING
         engine, given = self.run.engine, self.pipeline_options
         path = engine.plan.container if engine is not None else "auto" if given is None else given.layers
+        compile_layers(module, self.compile_layers, path, self.root_device)
         option: str | int | Mapping[str, Recomputed] = self.activation_checkpointing if is_fit else "off"
         if option == "auto":
             option = engine.plan.recomputed if engine is not None else self._layers_within_limit(path, records)

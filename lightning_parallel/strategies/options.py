@@ -38,6 +38,7 @@ __all__ = [
     "check_activation_checkpointing",
     "check_checkpoint_format",
     "check_choice",
+    "check_compile_layers",
     "check_cpu_offload",
     "check_launch",
     "dtype_of_sums",
@@ -273,6 +274,28 @@ def check_pipeline_arguments(
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_compile_layers(value: bool, tiled: Tiled, sequence_parallel: bool, context_size: Any) -> None:
+    """Check the argument `compile_layers` together with arguments that need layers outside of compiled code.
+
+    Args:
+        value: The argument.
+        tiled, sequence_parallel: The arguments of these names.
+        context_size: The size of the context axis, as given.
+
+    Raises:
+        ValueError: If the layers cannot be compiled together with them.
+    """
+    check_flag("compile_layers", value)
+    beside = {"tiled='auto'": tiled == "auto", "sequence_parallel=True": sequence_parallel}
+    beside[f"context_parallel_size={context_size}"] = context_size != 1
+    found = next((name for name, is_given in beside.items() if value and is_given), None)
+    if found is not None:
+        raise ValueError(
+            f"`compile_layers=True` must stand without `{found}`, whose tensors are parts of a sequence that compiled"
+            " code does not know. Use one of both"
+        )
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class TensorParallelStrategy(MeshStrategy):
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
             features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
+        compile_layers: Compile each of the repeated layers with `torch.compile`. Inductor makes kernels if there is a
+            compiler for them; otherwise the backend is `aot_eager`. The first steps take longer.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -142,6 +144,7 @@ class TensorParallelStrategy(MeshStrategy):
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -203,6 +206,8 @@ class ContextParallelStrategy(MeshStrategy):
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
             features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
+        compile_layers: Compile each of the repeated layers with `torch.compile`. Inductor makes kernels if there is a
+            compiler for them; otherwise the backend is `aot_eager`. The first steps take longer.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -246,6 +251,7 @@ class ContextParallelStrategy(MeshStrategy):
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -322,6 +328,8 @@ class PipelineParallelStrategy(MeshStrategy):
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
             features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
+        compile_layers: Compile each of the repeated layers with `torch.compile`. Inductor makes kernels if there is a
+            compiler for them; otherwise the backend is `aot_eager`. The first steps take longer.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -374,6 +382,7 @@ class PipelineParallelStrategy(MeshStrategy):
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
@@ -464,6 +473,8 @@ class HybridParallelStrategy(MeshStrategy):
             the host. `activations` keeps the inputs of layers that `activation_checkpointing` recomputes.
         tiled: Compute the cross-entropy of the head, and MLPs, in tiles of positions with `auto`. Logits and inner
             features of a long sequence then never exist whole, and backward computes MLPs again. `off` uses no tiles.
+        compile_layers: Compile each of the repeated layers with `torch.compile`. Inductor makes kernels if there is a
+            compiler for them; otherwise the backend is `aot_eager`. The first steps take longer.
         gradient_sum_dtype: Dtype of sums of gradients of 16-bit parameters, such as with `bf16-true`: `fp32`, or a
             16-bit dtype for sums in the dtype of each parameter. `.grad` holds the sum, rounded once. None takes `fp32`
             if a step adds several gradients: with microbatches, or with `accumulate_grad_batches` above 1.
@@ -522,6 +533,7 @@ class HybridParallelStrategy(MeshStrategy):
         activation_checkpointing: ActivationCheckpointing = "off",
         cpu_offload: Sequence[OffloadedPart] = (),
         tiled: Tiled = "off",
+        compile_layers: bool = False,
         gradient_sum_dtype: Optional[GradientSumDtype] = None,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,

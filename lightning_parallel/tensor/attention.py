@@ -7,10 +7,10 @@ this rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from lightning_parallel.tensor.layers import (
     RowLinear,
     Style,
 )
-from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
+from lightning_parallel.tensor.linear import SharedInputs, column_in_graph, column_linear, shared_inputs
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -165,6 +165,11 @@ def transformer_styles(module: nn.Module) -> dict[str, Style]:
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
 
 
+@torch.compiler.disable  # where it draws, or knows the lengths of sequences from earlier layers
+def _outside_of_graph(layer: nn.Module, *args: Any) -> Any:
+    return layer.forward(*args)
+
+
 class ParallelAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` that computes this rank's heads; see `Attention`.
 
@@ -182,7 +187,6 @@ class ParallelAttention(nn.MultiheadAttention):
         """`"inside"`: the dropout of the attention weights must differ between the ranks; see `tensor.regions`."""
         return "inside"
 
-    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(
         self,
         query: Tensor,
@@ -195,6 +199,9 @@ class ParallelAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention like `nn.MultiheadAttention`, including masks and weights."""
+        if torch.compiler.is_dynamo_compiling() and not self._is_for_graph():
+            given = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return _outside_of_graph(self, query, key, value, *given)
         if is_causal and attn_mask is None:
             raise RuntimeError("`is_causal` is only a hint about `attn_mask`; pass the mask as well")
         batched = query.dim() == 3
@@ -220,21 +227,29 @@ class ParallelAttention(nn.MultiheadAttention):
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
         return output, weights
 
+    def _is_for_graph(self) -> bool:
+        lengths = self.inputs.lengths
+        draws = self.region is not None and self.training and self.dropout > 0
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        return not draws and type(weight) is nn.Parameter and (lengths is None or lengths.suspended)
+
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Project (..., E) each -> (..., h D) each, with one product for projections that share an input."""
         bias = self.in_proj_bias
+        if torch.compiler.is_dynamo_compiling():
+            linear = partial(column_in_graph, inputs=self.inputs.label, transposed=False)
+        else:
+            linear = partial(column_linear, inputs=self.inputs)
         # Self-attention: one product for all three projections, and one all-reduce of the input gradient.
         if self.in_proj_weight is not None and query is key and key is value:
-            return column_linear(query, self.in_proj_weight, bias, self.inputs).chunk(3, -1)
+            return linear(query, self.in_proj_weight, bias).chunk(3, -1)
         # Packed shards: each third holds this rank's queries, keys or values.
         if self.in_proj_weight is not None:
             matrices = self.in_proj_weight.chunk(3)
         else:
             matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None, None, None) if bias is None else bias.chunk(3)
-        return tuple(
-            column_linear(x, matrix, b, self.inputs) for x, matrix, b in zip((query, key, value), matrices, biases)
-        )
+        return tuple(linear(x, matrix, b) for x, matrix, b in zip((query, key, value), matrices, biases))
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
         """Combine both masks into one term of the scores of q (B, h, L, D), which broadcasts to (B, h, L, S)."""
@@ -297,6 +312,11 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class ParallelEncoderLayer(nn.TransformerEncoderLayer):
     """`nn.TransformerEncoderLayer` without the fused inference kernel, which would read the shards as full weights."""
 
+    @property
+    def activation_relu_or_gelu(self) -> int:  # type: ignore[override]
+        """0: an activation without a fused kernel, as torch asks before it takes the kernel."""
+        return 0
+
     def forward(
         self,
         src: Tensor,
@@ -305,15 +325,14 @@ class ParallelEncoderLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """Run the layer without the fused kernel; pad nested tensors, which torch makes from a padding mask."""
-        with _no_fast_path():
-            if not src.is_nested:
-                return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-            # Only the fused kernel computes on nested tensors.
-            lengths = torch.tensor([sequence.shape[0] for sequence in src.unbind()], device=src.device)
-            padded = src.to_padded_tensor(0.0)
-            padding = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
-            output = super().forward(padded, None, padding)
-            return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths.tolist())])
+        if not src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        # Only the fused kernel computes on nested tensors.
+        lengths = torch.tensor([sequence.shape[0] for sequence in src.unbind()], device=src.device)
+        padded = src.to_padded_tensor(0.0)
+        padding = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
+        output = super().forward(padded, None, padding)
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths.tolist())])
 
 
 def guard_fast_path(root: nn.Module) -> None:
@@ -323,14 +342,3 @@ def guard_fast_path(root: nn.Module) -> None:
             kinds = (ColumnLinear, RowLinear, ParallelAttention)
             if any(isinstance(inner, kinds) for inner in module.modules()):
                 convert(module, ParallelEncoderLayer)
-
-
-@contextmanager
-def _no_fast_path() -> Iterator[None]:
-    # torch's switch is process-wide, so set it only during the forward of a sharded layer.
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -29,7 +29,15 @@ from lightning_parallel.tensor.inspection import has_hooks_inside, is_linear, is
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import PerHead
-from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, region_around, resolve_ties
+from lightning_parallel.tensor.plan import (
+    STYLES,
+    Plan,
+    UserPlan,
+    divided_regions,
+    parse_plan,
+    region_around,
+    resolve_ties,
+)
 from lightning_parallel.tensor.sequence_plan import divide_sequences
 from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
@@ -75,7 +83,12 @@ def make_plan(
         explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
         _verify_regions(module, found, search, explicit)
         search.resolve_ties(found)
-    return divide_sequences(module, found, verifier, search.calls) if sequence_parallel else found
+    if sequence_parallel:
+        found = divide_sequences(module, found, verifier, search.calls)
+    found.quiet = {
+        path for path in divided_regions(found) if verifier.is_quiet(module.get_submodule(path), search.call(path))
+    }
+    return found
 
 
 def _verify_regions(module: nn.Module, plan: Plan, search: _Search, explicit: Collection[str]) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, group_labelled
 from lightning_parallel.comm.kept import kept
 from lightning_parallel.compat.torch import unsafe_view
 
@@ -68,6 +68,8 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
     Returns:
         A tensor of the same shape, equal on all ranks. Its gradient is partial; the gradient of `x` is complete.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("copy_to_group", x, group.label)
     return x if group.size == 1 else _CopyToGroup.apply(x, group)
 
 
@@ -83,6 +85,8 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     Returns:
         A tensor of the same shape, equal on all ranks. Its gradient must be equal on all ranks.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("reduce_from_group", x, group.label)
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
 
 
@@ -99,6 +103,8 @@ def whole_from_group(x: Tensor, group: Group) -> Tensor:
     Returns:
         A tensor of the same shape. Its gradient must be equal on all ranks.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("whole_from_group", x, group.label)
     return x if group.size == 1 else _WholeFromGroup.apply(x, group)
 
 
@@ -119,6 +125,8 @@ def scatter_to_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int
     Raises:
         ValueError: If the slices do not add up to the extent of `x`.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("scatter_to_group", x, group.label, dim, sizes)
     return x if group.size == 1 else _ScatterToGroup.apply(x, group, dim, _slices(x, group, dim, sizes))
 
 
@@ -136,6 +144,8 @@ def gather_from_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[in
     Returns:
         (..., n, ...), equal on all ranks. Its gradient must be equal on all ranks.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("gather_from_group", x, group.label, dim, sizes)
     return x if group.size == 1 else _GatherFromGroup.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
@@ -153,6 +163,8 @@ def all_gather_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[i
     Returns:
         (..., n, ...), equal on all ranks. Its gradients are summed over the ranks.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("all_gather_to_group", x, group.label, dim, sizes)
     return x if group.size == 1 else _AllGatherToGroup.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
@@ -173,6 +185,8 @@ def reduce_scatter_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequen
     Raises:
         ValueError: If the slices do not add up to the extent of `x`.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _in_graph("reduce_scatter_to_group", x, group.label, dim, sizes)
     return x if group.size == 1 else _ReduceScatterToGroup.apply(x, group, dim, _slices(x, group, dim, sizes))
 
 
@@ -210,6 +224,15 @@ def all_to_all_in_group(
     concat_sizes = concat_sizes or [x.shape[concat_dim]] * group.size
     split_sizes = _slices(x, group, split_dim, split_sizes)
     return _AllToAllInGroup.apply(x, group, split_dim, concat_dim, split_sizes, concat_sizes)
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(name: str, x: Tensor, label: str, *places: Any) -> Tensor:
+    """Run a function of this module by its name.
+
+    It is one node of a compiled graph. The compiler runs its code once, and records the operators.
+    """
+    return globals()[name](x, group_labelled(label), *places)
 
 
 def no_view(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:

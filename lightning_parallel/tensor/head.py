@@ -61,9 +61,11 @@ class HeadLinear(ColumnLinear):
 
     in_tiles = False
 
-    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
+        # A graph returns ordinary tensors.
+        if torch.compiler.is_dynamo_compiling():
+            return self.in_graph(input)
         if type(input) is not Tensor and (split := on_positions(self.forward, input)) is not None:
             return split
         rule, group = self.feature_rule, self.group

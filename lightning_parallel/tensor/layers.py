@@ -52,13 +52,15 @@ from lightning_parallel.tensor.inspection import (
 from lightning_parallel.tensor.linear import (
     SequenceLengths,
     SharedInputs,
+    column_in_graph,
     column_linear,
+    row_in_graph,
     row_linear,
     shared_inputs,
 )
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
 from lightning_parallel.tensor.pieces import Piece, part_of, positions_of, whole_input
-from lightning_parallel.tensor.regions import DividedExtent, RandomRegion
+from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_quiet_in_graph
 from lightning_parallel.tensor.sharding import Shard, ShardPart, layer_of
 
 __all__ = [
@@ -349,7 +351,7 @@ class ColumnLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         if torch.compiler.is_dynamo_compiling():
-            return _outside_of_graph(self, input)
+            return self.in_graph(input)
         if type(input) is not Tensor and (split := on_positions(self.forward, input)) is not None:
             return split
         x, inputs = input, self.inputs
@@ -363,6 +365,20 @@ class ColumnLinear(_ParallelLinear):
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
             self.region.open(y.device, partial(_features_drawn, y.shape, self.feature_rule.sizes, x.shape[-1]))
+        return y
+
+    def in_graph(self, input: Tensor) -> Tensor:
+        """Do the same in code that is compiled."""
+        lengths = self.inputs.lengths
+        # In a step, parameters read as full ones, and only compiled layers of this package get their shards.
+        is_shard = type(self.weight) is nn.Parameter
+        if not is_shard or self.in_sublayer or (lengths is not None and not lengths.suspended):
+            return _outside_of_graph(self, input)
+        y = column_in_graph(input, self.weight, self.bias, self.inputs.label, self.transposed)
+        if self.gather_output:
+            return gather_features(y, self.feature_rule, self.group)
+        if self.region is not None and self.training and not is_quiet_in_graph(self.region.label):
+            _open_outside_of_graph(self.region, y, self.feature_rule.sizes, input.shape[-1])
         return y
 
     def _entered(self, input: Tensor) -> tuple[Tensor, SharedInputs]:
@@ -406,7 +422,7 @@ class RowLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in / ranks), or (..., in) if the layer splits its input, to (..., out)."""
         if torch.compiler.is_dynamo_compiling():
-            return _outside_of_graph(self, input)
+            return self._in_graph(input)
         if type(input) is not Tensor and (split := on_positions(self.forward, input)) is not None:
             return split
         if self.region is not None:
@@ -437,6 +453,16 @@ class RowLinear(_ParallelLinear):
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 
+    def _in_graph(self, input: Tensor) -> Tensor:
+        is_shard = type(self.weight) is nn.Parameter
+        if not is_shard or (self.lengths is not None and not self.lengths.suspended):
+            return _outside_of_graph(self, input)
+        if self.region is not None and self.training and not is_quiet_in_graph(self.region.label):
+            _close_outside_of_graph(self.region)
+        if self.split_input or input.shape[-1] == self.feature_rule.full_size:
+            input = _split_features(input, self.feature_rule, self.group)
+        return row_in_graph(input, self.weight, self.bias, self.group.label, self.transposed)
+
     @property
     def region_end(self) -> Literal["closes"] | None:
         """`"closes"` if random numbers before this layer have to differ between the ranks; see `tensor.regions`."""
@@ -456,7 +482,6 @@ class VocabEmbedding(nn.Embedding):
     group: Group
     lengths: SequenceLengths | None
 
-    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Look up tokens (...) -> (..., features).
 
@@ -464,7 +489,10 @@ class VocabEmbedding(nn.Embedding):
             IndexError: If a token is outside the full vocabulary (on CUDA, an assertion on the device).
         """
         # No rank holds a token outside the full vocabulary, so without a check it would silently give zeros.
-        if (tokens := input).device.type == "cpu" and tokens.numel() and has_data(tokens):
+        is_compiled, tokens = torch.compiler.is_dynamo_compiling(), input
+        if is_compiled and (self.lengths is not None or type(self.weight) is not nn.Parameter):
+            return _outside_of_graph(self, input)
+        if not is_compiled and tokens.device.type == "cpu" and tokens.numel() and has_data(tokens):
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"Tokens must be in [0, {self.num_embeddings}); got {int(low)} to {int(high)}")
@@ -480,7 +508,7 @@ class VocabEmbedding(nn.Embedding):
             padding = padding - self.first if self.first <= padding < self.stop else None
         # Row 0 stands in for the tokens of other ranks. The mask below drops its values and their gradient.
         index = (tokens - self.first).masked_fill(elsewhere, 0)
-        with on_shards(index, self):
+        with nullcontext() if is_compiled else on_shards(index, self):
             rows = F.embedding(index, _own_part(self.weight, self.row_rule, self.group), padding)
         # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -493,11 +521,6 @@ class VocabEmbedding(nn.Embedding):
     def extra_repr(self) -> str:
         """Return the full sizes, the rows held, and the rank."""
         return f"{super().extra_repr()}, rows=[{self.first}, {self.stop}), rank={self.group.rank}/{self.group.size}"
-
-
-@torch.compiler.disable  # the collectives cannot be traced into a graph
-def _outside_of_graph(layer: nn.Module, input: Tensor) -> Tensor:
-    return layer.forward(input)
 
 
 def on_shards(x: Tensor, layer: nn.Module) -> AbstractContextManager[Any]:
@@ -517,6 +540,23 @@ def _own_part(tensor: Tensor, rule: Shard, group: Group) -> Tensor:
         return tensor
     is_full = isinstance(tensor, Piece) or tensor.shape[rule.dim] == rule.full_size != rule.local_size(group.rank)
     return part_of(tensor, rule, group) if is_full else tensor
+
+
+# Sequence parallelism knows the lengths of sequences from earlier layers, as no graph does.
+@torch.compiler.disable
+def _outside_of_graph(layer: nn.Module, input: Tensor) -> Tensor:
+    return layer.forward(input)
+
+
+# Code that draws leaves its graph, because no graph changes a generator.
+@torch.compiler.disable
+def _open_outside_of_graph(region: RandomRegion, y: Tensor, parts: tuple[int, ...], whole_features: int) -> None:
+    region.open(y.device, partial(_features_drawn, y.shape, parts, whole_features))
+
+
+@torch.compiler.disable
+def _close_outside_of_graph(region: RandomRegion) -> None:
+    region.close()
 
 
 def _features_drawn(shape: Sequence[int], parts: tuple[int, ...], whole_features: int) -> DividedExtent:

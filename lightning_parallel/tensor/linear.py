@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, Pending
+from lightning_parallel.comm import Group, Pending, group_labelled
 from lightning_parallel.comm.kept import kept, running_results
 from lightning_parallel.comm.weight_gradients import parameters_among, put_off, weight_gradient_queue
 from lightning_parallel.compat.torch import (
@@ -47,8 +48,10 @@ from lightning_parallel.tensor.sharding import balanced
 __all__ = [
     "SequenceLengths",
     "SharedInputs",
+    "column_in_graph",
     "column_linear",
     "compute_dtype",
+    "row_in_graph",
     "row_linear",
     "shared_inputs",
 ]
@@ -105,6 +108,22 @@ def row_linear(
     apply = _RowLinearFunction.apply if transforms_active() else _apply_row
     dtype = compute_dtype(x)
     return apply(x if x.dtype is dtype else x.to(dtype), weight, bias, group, lengths, transposed)
+
+
+# Each is one node of a compiled graph. The compiler runs its code once, with tensors without data, and records the
+# operators of forward and backward. Layers that read one tensor share its gradient there as well.
+
+
+@torch.compiler.allow_in_graph
+def column_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: str, transposed: bool) -> Tensor:
+    """Compute `column_linear` in compiled code, given the label of `inputs`."""
+    return column_linear(x, weight, bias, _inputs_labelled[inputs], transposed)
+
+
+@torch.compiler.allow_in_graph
+def row_in_graph(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, transposed: bool) -> Tensor:
+    """Compute `row_linear` without lengths in compiled code, given the label of the group."""
+    return row_linear(x, weight, bias, group_labelled(group), None, transposed)
 
 
 class SequenceLengths:
@@ -198,12 +217,18 @@ class SequenceLengths:
         return [samples * size for size in self.parts(self.stream[self.dim])]
 
 
+_inputs_labelled: WeakValueDictionary[str, SharedInputs] = WeakValueDictionary()
+
+
 class SharedInputs:
     """Remembers the last input of a group's column-parallel layers, so that all layers that read it share its gradient.
 
     Args:
         group: The tensor-parallel group.
         lengths: With sequence parallelism, how the inputs are sharded.
+
+    Attributes:
+        label: The name by which compiled code finds this object.
     """
 
     def __init__(self, group: Group, lengths: SequenceLengths | None = None) -> None:
@@ -211,6 +236,8 @@ class SharedInputs:
         self.lengths = lengths
         self._source: Callable[[], Tensor | None] | None = None
         self._key: tuple[int, torch.dtype, int] | None = None
+        self.label = f"{group.label}/{'' if lengths is None else lengths.dim}"
+        _inputs_labelled[self.label] = self
         self._entry: tuple[Tensor, Tensor | None, _InputGradient, Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:

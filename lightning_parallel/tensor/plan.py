@@ -80,6 +80,7 @@ class Plan:
         notes: Why a module is replicated, or sharded less well than it could be, by path.
         sequence_regions: Where activations are sharded along the sequence.
         whole_sequences: Why stacks of blocks keep full sequences, by path.
+        quiet: Modules around sharded layers that draw no random numbers in training, by path.
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Plan:
     notes: dict[str, str] = field(default_factory=dict)
     sequence_regions: list[SequenceRegion] = field(default_factory=list)
     whole_sequences: dict[str, str] = field(default_factory=dict)
+    quiet: set[str] = field(default_factory=set)
 
     def under(self, prefix: str) -> Plan:
         """Return the part of the plan inside the module at `prefix`, with paths relative to it."""
@@ -390,7 +392,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
         if name in shards:
             parameter.sharded_as = name  # type: ignore[attr-defined]  # for messages
     # After all layers: a region is found by the sharded layers inside one module.
-    connect_random_regions(module, group)
+    connect_random_regions(module, group, plan.quiet)
     for region in plan.sequence_regions:
         divide_region(modules, region, group)
     if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "RandomRegion",
     "connect_random_regions",
     "is_off",
+    "is_quiet_in_graph",
     "is_same_state",
     "own_stream",
     "random_state",
@@ -126,15 +128,24 @@ class RandomRegion:
     The region counts as open only while the generator still has its seed. It counts as closed once other code has
     restored or reseeded the generator (the end of a recomputation, an exception).
 
+    Args:
+        group: The ranks.
+        is_quiet: Whether its blocks are known to draw nothing.
+
     Attributes:
         draws: How many regions of this process have drawn numbers for a rank's part.
+        is_quiet: Whether its blocks are known to draw nothing, so that compiled code need not open it.
+        label: The name by which compiled code finds this object.
     """
 
     draws = 0
     _current: ClassVar[RandomRegion | None] = None
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, is_quiet: bool = False) -> None:
         self.group = group
+        self.is_quiet = is_quiet
+        self.label = f"{group.label}/{next(_numbers)}"
+        _labelled[self.label] = self
         self._generator: torch.Generator | None = None
         self._seed = 0
         self._state_before: Any = None
@@ -143,7 +154,9 @@ class RandomRegion:
         self._make_extent: Callable[[], DividedExtent] | None = None
         self._around: RandomRegion | None = None
         self._is_left = False  # left closed, because earlier passes drew nothing
-        self._quiet = 0
+        self._quiet = QUIET if is_quiet else 0
+        # Quiet modules without hooks, with their models and with the numbers among their attributes.
+        self._unwatched: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module], list[float]]] = []
         self._left: list[Any] = []
         self._drew_outside = False
 
@@ -212,7 +225,8 @@ class RandomRegion:
                 extent = None if self._make_extent is None else self._make_extent()
                 # Open it from now on. A recomputation of this pass must draw as this pass did, so keep its state.
                 self._left.append(before)
-                self._quiet = -1
+                self._quiet, self.is_quiet = -1, False
+                self._watch_all()
                 # Uneven parts drew different counts, so all ranks return to one state and advance alike.
                 if extent is not None and not extent.is_even:
                     _restore(generator, before)
@@ -252,6 +266,10 @@ class RandomRegion:
             module: A module whose forward opens and closes the region.
             root: The full model: the draws of a compiled model cannot be watched.
         """
+        if self.is_quiet:
+            # Hooks take time in each pass, and differ between equal blocks, which then need compiled code of their own.
+            self._unwatched.append((weakref.ref(module), weakref.ref(root), _numbers_in(module)))
+            return
         mode = _DrawMode(self)
         model = weakref.ref(root)
 
@@ -275,6 +293,20 @@ class RandomRegion:
         hook_before(module, enter, prepend=True)
         # Always called: a region that an exception left open would make later draws differ between the ranks.
         hook_after(module, leave, always_call=True)
+
+    def _watch_all(self) -> None:
+        for module, root in ((module(), root()) for module, root, _ in self._unwatched):
+            if module is not None and root is not None:
+                self.watch(module, root)
+        self._unwatched.clear()
+
+    def look(self) -> bool:
+        """Return whether its blocks still draw nothing, as far as their attributes tell: a dropout may have changed."""
+        blocks = ((module(), numbers) for module, _, numbers in self._unwatched)
+        if self.is_quiet and any(module is not None and _numbers_in(module) != numbers for module, numbers in blocks):
+            self.is_quiet, self._quiet = False, 0
+            self._watch_all()
+        return self.is_quiet
 
     def draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function that draws, with the stream that its numbers belong to."""
@@ -331,6 +363,24 @@ class RandomRegion:
             self._quiet = -1
             RandomRegion.draws += is_part
             _restore(generator, mine)
+
+
+def _numbers_in(module: nn.Module) -> list[float]:
+    """Return the attributes of a module that may be probabilities."""
+    return [value for child in module.modules() for value in vars(child).values() if type(value) is float]
+
+
+_numbers = count()
+_labelled: weakref.WeakValueDictionary[str, RandomRegion] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def is_quiet_in_graph(label: str) -> bool:
+    """Return whether code that is compiled need not open a region, given its label.
+
+    The compiler calls it once for each graph, and makes a new graph if a dropout of a module has changed.
+    """
+    return _labelled[label].look()
 
 
 _RECOMPUTED = (
@@ -416,18 +466,27 @@ def _is_compiled(module: nn.Module | None) -> bool:
 _compiled: dict[int, bool] = {}
 
 
-def connect_random_regions(root: nn.Module, group: Group) -> None:
+def connect_random_regions(root: nn.Module, group: Group, quiet: Collection[str] = ()) -> None:
     """Give the sharded layers of `root` their random region. Call it once, after all layers have been sharded.
 
     A row-parallel layer closes the region that the column-parallel layers in the smallest module around it open. That
     module also closes the region when its forward ends, even by an exception.
+
+    Args:
+        root: The model.
+        group: The ranks.
+        quiet: Paths of modules that are known to draw nothing.
     """
     if group.size > 1:
-        _connect(root, RandomRegion(group), root)
+        silent = {id(child) for path in quiet for child in root.get_submodule(path).modules()}
+        _connect(root, (RandomRegion(group), RandomRegion(group, is_quiet=True)), silent, root)
 
 
-def _connect(module: nn.Module, region: RandomRegion, root: nn.Module) -> list[nn.Module]:
+def _connect(
+    module: nn.Module, regions: tuple[RandomRegion, RandomRegion], silent: Collection[int], root: nn.Module
+) -> list[nn.Module]:
     """Connect the regions inside `module`; return the layers that have no counterpart yet."""
+    region = regions[id(module) in silent]
     end = getattr(module, "region_end", None)
     # Attention opens and closes the region by itself, around its dropout.
     if end == "inside":
@@ -437,7 +496,7 @@ def _connect(module: nn.Module, region: RandomRegion, root: nn.Module) -> list[n
         return [module]  # a layer with low-rank terms manages the region for the layers inside it
     layers: list[nn.Module] = []
     for child in module.children():
-        layers += _connect(child, region, root)
+        layers += _connect(child, regions, silent, root)
     if {layer.region_end for layer in layers} != {"opens", "closes"}:
         return layers
     for layer in layers:

@@ -16,7 +16,8 @@ Every rank of the group must run the same code.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import isfunction, unwrap
@@ -32,15 +33,19 @@ from lightning_parallel.compat.torch import (
     CALL_CODE,
     WITHOUT_VALUES,
     DisableTorchFunctionSubclass,
+    base_of,
+    compiler_backend,
     forward_hooks_of,
     gather_absent,
     pytree,
+    uncompiled_call_of,
+    unsafe_view,
 )
 from lightning_parallel.tensor.autograd import whole_from_group
 from lightning_parallel.tensor.pieces import Piece, StandIn
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["ShardPlace", "ShardedParameter", "ShardedTensor", "Slices", "local_numel"]
+__all__ = ["CompiledLayer", "ShardPlace", "ShardedParameter", "ShardedTensor", "Slices", "local_numel"]
 
 _PROPERTIES: Any = Tensor
 _GET_GRAD = _PROPERTIES.grad.__get__
@@ -295,6 +300,63 @@ class ShardedTensor(StandIn):
 
 class ShardedParameter(ShardedTensor, nn.Parameter):
     """Class of a sharded parameter while the user's code sees it in full."""
+
+
+@contextmanager
+def _shards_in(parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Let parameters be ordinary ones with this rank's shards inside the block, in which compiled code reads them."""
+    gather_absent(list(parameters))
+    shown: list[tuple[Any, ShardPlace, Callable[[], None] | None]] = [
+        (parameter, vars(parameter).pop("place"), vars(parameter).pop("before_gradient"))
+        for parameter in parameters
+        if type(parameter) is ShardedParameter
+    ]
+    for parameter, *_ in shown:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter, place, before in shown:
+            ShardedTensor.show(parameter, place, before)
+
+
+def _for_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no piece, and no view of a piece: the compiler reads the base of a view."""
+    whole = tensor.whole() if isinstance(tensor, Piece) else tensor
+    return unsafe_view(whole, whole.shape) if type(base_of(whole)) is Piece else whole
+
+
+class CompiledLayer:
+    """Stands in a layer's `CALLS`: compiles the layer, and runs it with ordinary parameters.
+
+    In a step, parameters read as full ones. Their class would end the graph at each layer.
+
+    Args:
+        layer: The layer.
+        device: Where it computes.
+    """
+
+    def __init__(self, layer: nn.Module, device: torch.device) -> None:
+        self.parameters = list(layer.parameters())
+        self._uncompiled = uncompiled_call_of(layer)
+        self._run = torch.compile(self._uncompiled, backend=compiler_backend(device))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(type(leaf) is not Tensor or type(base_of(leaf)) is Piece for leaf in given):
+            args, kwargs = pytree.tree_map_only(Tensor, _for_graph, (args, kwargs))
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(type(leaf) not in (Tensor, nn.Parameter) for leaf in given):
+            return self._uncompiled(*args, **kwargs)  # a run that sees shapes only
+        with _shards_in(self.parameters):
+            return self._run(*args, **kwargs)
+
+    # As for `AroundCalls`: a copy would call the original layer.
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _is_method(func: Callable[..., Any]) -> bool:

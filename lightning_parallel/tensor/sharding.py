@@ -11,7 +11,7 @@ A rule lists, for every rank, the ranges `(start, stop)` of one dimension that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain
 
@@ -127,6 +127,9 @@ class Shard:
     Attributes:
         dim: The dimension that is split; negative dimensions count from the end.
         ranges: For each rank, the ranges `(start, stop)` of that dimension that it holds, in the order of its shard.
+        full_size: Extent of the full tensor along `dim`.
+        sizes: Extent along `dim` on each rank.
+        consecutive: Whether the shards, concatenated by rank, are the full tensor.
 
     Raises:
         ValueError: If the ranges of all ranks together leave a gap.
@@ -134,8 +137,17 @@ class Shard:
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
+    full_size: int = field(init=False, repr=False, compare=False)
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    consecutive: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        sizes = tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
+        flat = list(chain.from_iterable(self.ranges))
+        full_size = max((stop for _, stop in flat), default=0)
+        follows = sum(sizes) <= full_size and all(before[1] == after[0] for before, after in zip(flat, flat[1:]))
+        # Plain attributes: layers read them in every forward, and compiled code takes them for constants.
+        vars(self).update(sizes=sizes, full_size=full_size, consecutive=follows)
         # Ranges may overlap (shared heads), but an element without a holder would be lost in `merge`.
         covered = 0
         for start, stop in sorted(chain.from_iterable(self.ranges)):
@@ -189,18 +201,6 @@ class Shard:
         """Number of ranks that hold a shard."""
         return len(self.ranges)
 
-    # Cached: layers read these in every forward, and a frozen rule never changes.
-
-    @cached_property
-    def full_size(self) -> int:
-        """Extent of the full tensor along `dim`."""
-        return max(stop for _, stop in chain.from_iterable(self.ranges))
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Extent along `dim` on each rank."""
-        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
-
     def local_size(self, rank: int) -> int:
         """Return the extent along `dim` on `rank`."""
         return self.sizes[rank]
@@ -221,12 +221,6 @@ class Shard:
     def replicated(self) -> bool:
         """True if some element is held by more than one rank."""
         return sum(self.sizes) > self.full_size
-
-    @cached_property
-    def consecutive(self) -> bool:
-        """True if the shards, concatenated by rank, are the full tensor."""
-        flat = list(chain.from_iterable(self.ranges))
-        return not self.replicated and all(before[1] == after[0] for before, after in zip(flat, flat[1:]))
 
     # --------------------------------------------------------------------------------------------- split and merge
 

@@ -113,6 +113,23 @@ class PlanVerifier:
         key = (structure_of(block), trial.call.signature, repr(plan.styles), repr(plan.attributes))
         return self.once(key, lambda: self._first_right(block, Plan(), [plan], False, trial) is not None)
 
+    def is_quiet(self, block: nn.Module, call: BlockCall | None = None) -> bool:
+        """Return whether `block` runs alone in training, and draws no random numbers there."""
+        trial = self.trial(block, call) if any(map(is_linear, block.modules())) else None
+        if trial is None:
+            return False
+        return self.once(
+            ("quiet", structure_of(block), trial.call.signature),
+            lambda: self._draws_nothing(_with_values(block), trial),
+        )
+
+    def _draws_nothing(self, block: nn.Module, trial: Trial) -> bool:
+        dropout = DropoutOff()
+        with trial.precision():
+            # It raises an error where the block draws without dropout.
+            run = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), trial, dropout))
+        return run is not None and not any(comm.all_gather_object(dropout.found, self.group))
+
     def trial(self, block: nn.Module, call: BlockCall | None = None) -> Trial | None:
         """Return a call and a precision with which `block` runs alone; None if it runs with none."""
         key = (structure_of(block), None if call is None else call.signature)

@@ -121,10 +121,12 @@ def test_a_step_that_averages_parameters(way):
 
 @distributed(world_size=2)
 def test_a_module_compiled_as_a_whole():
-    module = Deep()
-    module.compile()
-    with pytest.raises(ValueError, match="compiled as a whole.*Compile its layers"):
-        fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+    whole, inside = Deep(), Deep()
+    whole.compile()
+    inside.blocks = torch.compile(nn.Sequential(*inside.blocks), backend="eager")
+    for module, name in ((whole, "Deep"), (inside, "blocks")):
+        with pytest.raises(ValueError, match=f"`{name}` was compiled as a whole.*compile_layers=True"):
+            fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_parallel.compat import DIVISION, Division, ParallelState
 from lightning_parallel.compat.torch import BUFFERS, CALLS, PARAMETERS, AroundCalls, buffers_of, parameters_of
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
+from lightning_parallel.tensor.sharded import CompiledLayer
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["FetchParameter", "ModuleForm", "Skeleton", "close_skeleton", "division_of", "keep_skeleton"]
@@ -59,6 +60,8 @@ class ModuleForm:
         # The full form keeps its activations. A new run chooses the layers to recompute again.
         if isinstance(around := vars(child).get(CALLS), AroundCalls):
             vars(child)[CALLS] = around.compiled
+        if isinstance(vars(child).get(CALLS), CompiledLayer):
+            vars(child)[CALLS] = None
         for key in (*self.parameters, *self.buffers):
             # A placeholder of a freed tensor is an ordinary attribute, which would hide the registered tensor.
             if isinstance(vars(child).get(key), PlaceholderTensor):
