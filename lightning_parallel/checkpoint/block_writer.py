@@ -108,9 +108,10 @@ def _answer(answer: dict[str, Any]) -> None:
 
 
 def _serve(parent: int, descriptors: Sequence[int]) -> None:
-    # The training process decides about the end of a run. It gets the same signals, and may wait for this file.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The training process decides about the end of a run. It gets the same signals, and may wait for this file. A
+    # launcher may send them to the processes of other sessions too.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
     for line in _requests(parent):
         written = told = 0
 

@@ -220,8 +220,14 @@ class _WriterProcess:
     def __init__(self, descriptors: Sequence[int]) -> None:
         # Isolated and without `site`: the process needs no package, and no file beside it may replace a module.
         command = [sys.executable, "-I", "-S", block_writer.__file__, str(os.getpid()), *map(str, descriptors)]
+        # A session of its own: a signal to the group of the run, as SLURM sends before its time limit, is for the run.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=tuple(descriptors)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=tuple(descriptors),
+            start_new_session=True,
         )
         self._received = b""
         self._is_stuck = False

@@ -116,6 +116,20 @@ def test_a_process_that_is_killed_fails_the_save_and_the_next_one_has_another(tm
     assert files_of(tmp_path) == ["a.ckpt", "latest.json"]
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_to_the_group_of_the_run_does_not_end_the_process(name, tmp_path, saving):
+    """SLURM announces the end of a run by SIGUSR1, upon which Lightning saves: the process must live until then."""
+    save(saving, tmp_path / "a.ckpt", 1.0)
+    saving.wait()
+    process = saving._staging._process._process
+    assert os.getpgid(process.pid) != os.getpgrp()
+    os.kill(process.pid, getattr(signal, name))
+    save(saving, tmp_path / "a.ckpt", 2.0)
+    saving.wait()
+    assert value_at(tmp_path / "a.ckpt") == 2.0
+    assert saving._staging._process._process is process
+
+
 def test_a_storage_that_fails_for_a_moment_is_tried_again_from_the_beginning(tmp_path, saving, monkeypatch):
     failures = [errno.EIO]
     real = staging.StagedCopy.write
