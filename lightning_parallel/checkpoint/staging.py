@@ -87,7 +87,7 @@ class Staging:
         return self._process.write(request, seen)
 
     def close(self) -> None:
-        """End the process, and free the memory."""
+        """End the process, and free the memory; a second call does nothing."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -198,7 +198,10 @@ class _Memory:
     def close(self) -> None:
         self._unpin()
         self._views, self._form, self._bytes, self.size = [], [], torch.empty(0, dtype=torch.uint8), 0
-        os.close(self.descriptor)
+        # Once: by a second close, the number may be that of a file of the run.
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def bytes_in(tensor: Tensor) -> int:

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_a_copy_holds_its_values_and_its_memory_is_used_again(copies):
         assert again.tensors[0].data_ptr() in used
         assert torch.equal(again.tensors[1], source[:3])
         again.release()
+
+
+def test_a_second_close_closes_no_file_of_the_run(tmp_path):
+    made = Staging(2)
+    made.copy([torch.zeros(10)]).release()
+    made.close()
+    with ExitStack() as files:
+        some = [files.enter_context((tmp_path / f"{number}").open("w")) for number in range(4)]
+        made.close()
+        for file in some:
+            os.fstat(file.fileno())
 
 
 def test_what_the_process_cannot_write_is_an_error_of_the_run_with_its_reason(tmp_path, copies, monkeypatch):
