@@ -10,6 +10,7 @@ writes do not hold the interpreter of the training process, see `block_writer`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -212,9 +213,14 @@ def bytes_in(tensor: Tensor) -> int:
 def _nameless_file() -> int:
     """Return the descriptor of memory without a name in any folder, of which nothing is left after its last user."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        found = os.memfd_create("checkpoint")
+    else:
+        with tempfile.TemporaryFile() as file:
+            found = os.dup(file.fileno())
+    # A run without standard streams has their numbers free, which the pipes of the process take.
+    moved = fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(found)
+    return moved
 
 
 class _WriterProcess:

@@ -141,7 +141,7 @@ class GradientReducer:
         self._completed: set[str] = set()
         self._accumulated: set[str] = set()  # gradients that came since the last reduction; others may be old
         self._has_new_gradients = False
-        self._trainable: list[bool] = []
+        self._trainable: list[tuple[bool, bool]] = []
         self._summed_in: torch.dtype | None = None
         self.sum_bytes = 0
         self.refresh()
@@ -160,28 +160,29 @@ class GradientReducer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Adapt to parameters that were frozen or unfrozen, and to `sum_dtype`; call it between steps."""
-        trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        """Adapt to parameters that were frozen or unfrozen, and to `sum_dtype`; call it before a backward pass."""
+        # With those that were frozen after they got a gradient, which is not reduced yet.
+        due = {n: each.requires_grad or n in self._accumulated for n, each in self._parameters.items()}
+        trainable = [(each.requires_grad, due[name]) for name, each in self._parameters.items()]
         if trainable == self._trainable and self.sum_dtype == self._summed_in:
             return
         self.remove()
         self._trainable = trainable
         self._summed_in = self.sum_dtype
-        self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._active = {name: parameter for name, parameter in self._parameters.items() if due[name]}
         # A bucket with a frozen parameter would never be full, and later buckets would never start.
         self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        self._completed &= self._active.keys()
-        self._accumulated &= self._active.keys()
         self._next = 0
         self._launched_anywhere = False
         for name, parameter in self._active.items():
-            if self._dtype_of_sum(name) != parameter.dtype:
+            if parameter.requires_grad and self._dtype_of_sum(name) != parameter.dtype:
                 # Before the hooks below, which may send the sum.
                 self._hooks += sum_exactly(parameter, self._dtype_of_sum(name))
         watched = self._active if self.group.size > 1 or self._compression is not None else self._prepare_names
         for name in self._active.keys() & watched:
-            self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._hook(name)))
+            if self._active[name].requires_grad:
+                self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._hook(name)))
 
     @property
     def _overlaps(self) -> bool:
@@ -238,7 +239,7 @@ class GradientReducer:
         ranks a second time.
         """
         held: dict[str, Tensor] = {}
-        for name in self._completed if self._synchronizing else ():
+        for name in self._completed & self._active.keys() if self._synchronizing else ():
             gradient = self._active[name].grad
             if gradient is not None:
                 held[name] = gradient
@@ -423,7 +424,8 @@ class GradientReducer:
         self._next = 0
         self.traffic.clear()
         self._means = []
-        self._accumulated = set()
+        # Frozen parameters, which a later pass may train again, keep their marks.
+        self._accumulated -= self._active.keys()
         self._has_new_gradients = False
 
     def _gradient_of(self, name: str) -> Tensor:
@@ -434,7 +436,7 @@ class GradientReducer:
 
     def _complete(self, prepare: Callable[[dict[str, Tensor]], None]) -> None:
         """Complete partial gradients; a parameter that no rank has used in this step keeps no gradient."""
-        self._completed = {name for name in self._active if name in self._prepare_names}
+        self._completed |= self._active.keys() & self._prepare_names
         names = [name for name in self._active if name in self._prepare_names]
         unused = [name for name in names if self._active[name].grad is None]
         gradients = {name: self._gradient(name, self._dtype_of_sum(name)) for name in names}

@@ -822,6 +822,8 @@ class MeshStrategy(MeshProcesses):
             run.audit.check(closure_loss)
         if run.model_watch is not None and run.model_watch.has_new_model:
             self.adopt_changes()  # in the step
+        if run.reducer is not None:
+            run.reducer.refresh()  # the step may have frozen parameters, as `toggle_optimizer` does
         # These calls repeat Lightning's `Strategy.backward`, which has no place for the reducer.
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)

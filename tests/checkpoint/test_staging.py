@@ -165,3 +165,26 @@ def test_the_process_ends_with_a_run_that_is_killed(tmp_path):
     ended = run_script(Path(__file__).with_name("killed_run.py"), tmp_path / "a.ckpt")
     assert ended.stdout == "ended\n", ended.stderr
     assert value_at(tmp_path / "a.ckpt") == 1.0
+
+
+WITHOUT_STREAMS = """
+import os
+import sys
+
+import torch
+
+from lightning_parallel.checkpoint.staging import Staging
+
+os.close(0)
+os.close(1)
+copies = Staging(2)
+copies.copy([torch.arange(4.0)]).write(sys.argv[1], b"head", 512)
+copies.close()
+"""
+
+
+def test_a_run_may_have_closed_its_standard_streams(tmp_path):
+    script, path = tmp_path / "run.py", tmp_path / "file"
+    script.write_text(WITHOUT_STREAMS)
+    ended = run_script(script, path)
+    assert path.read_bytes() == b"head" + torch.arange(4.0).numpy().tobytes(), ended.stderr

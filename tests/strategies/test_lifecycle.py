@@ -498,3 +498,42 @@ def test_what_changes_during_a_run_is_adopted_or_refused_at_once(group, layout):
         with pytest.raises((ValueError, HookError), match=text):
             fit(module, strategies[layout](), 2)
         assert module.trainer.global_step == 2
+
+
+class Toggling(Deep):
+    """Trains other blocks in each step, which it chooses in the step; the gradient of one weight has a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def forward(self, x):
+        x = self.embed(x).unsqueeze(1) * torch.tensor([0.5, 1.0, 1.5], dtype=x.dtype)[:, None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+    def training_step(self, batch, index):
+        for number, block in enumerate(self.blocks):
+            for place, parameter in enumerate(block.parameters()):
+                parameter.requires_grad_((self.trainer.fit_loop.total_batch_idx + number + place) % 3 > 0)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replicas"),
+    [
+        ({"tensor_parallel_size": 2, "sequence_parallel": True, "zero_stage": 2}, 2),
+        ({"tensor_parallel_size": 2, "zero_stage": 3}, 2),
+        ({"pipeline_parallel_size": 2, "num_microbatches": 2, "zero_stage": 1}, 2),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 2}, 1),
+    ],
+)
+@distributed(world_size=4)
+def test_weights_that_a_step_freezes_itself(sizes, replicas):
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "limit_train_batches": 4, "limit_val_batches": 0}
+    expected, module = Toggling(), Toggling()
+    fit(expected, "auto", 1, **options)
+    trainer = fit(module, HybridParallelStrategy(gather_after_fit="all", **sizes), 4, replicas, **options)
+    assert trainer.global_step == 4
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)

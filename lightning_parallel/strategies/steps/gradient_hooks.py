@@ -80,7 +80,7 @@ class GradientHooks:
         """
         # Find the hooks in each step: code may register hooks between steps.
         self._steps += 1
-        named = [(name, one) for name, one in self._module.named_parameters() if one.requires_grad]
+        named = list(self._module.named_parameters())
         self._held = {name: _take_off(one) for name, one in named if any(gradient_hooks_of(one))}
         # The dicts after the removal: any further key comes from the step.
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}
@@ -94,8 +94,10 @@ class GradientHooks:
                 for hooks, kept in zip(held.hooks, held.kept):
                     # Keep hooks that the step has registered, after the hooks from before it.
                     new = {key: hook for key, hook in hooks.items() if key not in kept}
+                    # The reducer may have removed its own.
+                    old = {key: hook for key, hook in kept.items() if key in hooks or _is_users(hook)}
                     hooks.clear()
-                    hooks.update(kept | new)
+                    hooks.update(old | new)
 
     @property
     def are_held(self) -> bool:
@@ -113,7 +115,7 @@ class GradientHooks:
         for name, parameter in named:
             then, now = before.get(name, [{}, {}]), gradient_hooks_of(parameter)
             new = [hook for old, hooks in zip(then, now) for key, hook in hooks.items() if key not in old]
-            if new:
+            if new := [hook for hook in new if _is_users(hook)]:
                 return HookError(
                     f"Hooks for gradients of parameters must exist before the step; got {_place_of(new[0])} for the"
                     f" gradient of `{name}`, which `training_step` registers. A pipeline runs the step once per"

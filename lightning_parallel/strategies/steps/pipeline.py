@@ -190,9 +190,11 @@ class PipelineSteps:
             prove: Compares the step with one process if its microbatches differ in values of unknown kind.
         """
         self._copies.check()
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        # Frozen ones, too: the step may train them.
+        parameters = list(self.module.parameters())
+        is_needed = self._gradients_are_needed()
         # A single process sets old gradients to zero after `training_step`; here both would need memory at once.
-        held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
+        held = {each: each.grad for each in parameters if is_needed or not each.requires_grad}
         # Accumulated gradients are reduced once, as the sum over batches, in `backward`.
         earlier = held if self._is_accumulating() else {}
         is_alone = reducer is None or reducer.group.size == 1
@@ -228,6 +230,8 @@ class PipelineSteps:
             reducer.cancel()
 
         def end_stage(stage: int) -> None:
+            if reducer is not None and not ended:
+                reducer.refresh()  # the step may have frozen parameters; nothing is under way yet
             left.discard(stage)
             # A gradient is complete when the last stage here that uses the parameter has ended.
             names = {name for name, stages in self._stages_here.items() if not stages & left}
