@@ -391,7 +391,8 @@ def _form_of(value: Any, numbers: list[Any], tensors: list[Tensor], seen: dict[i
         keys, parts = tuple([(type(key), key) for key in value]), value.values()
     else:
         return None
-    seen[id(value)] = None
+    if value or kind is not tuple:  # there is one empty tuple
+        seen[id(value)] = None
     forms = [_form_of(part, numbers, tensors, seen) for part in parts]
     return None if None in forms else ("container", kind, keys, *forms)
 

@@ -83,6 +83,9 @@ def test_a_failure_of_any_rank_reaches_all_and_keeps_the_form(group):
     def failing():
         raise ValueError("no value")
 
+    assert broadcast(lambda: [1.0, (), ()]).value == [1.0, (), ()]
+    with patched(pickle, "dumps", None):
+        assert broadcast(lambda: [3.0, (), ()]).value == [3.0, (), ()]
     assert broadcast(lambda: 1.0).value == 1.0
     for failed in range(2):
         # The source meets with a new form, which nobody gets.
