@@ -70,7 +70,8 @@ def test_the_reducer_waits_once(group):
         reducer.reduce()
 
     # The flags, between hosts: not for the device.
-    assert sum(waits_of(step).values()) <= 1
+    found = waits_of(step)
+    assert sum(found.values()) <= 1, found
 
 
 def test_an_engine_of_one_stage_waits_for_nothing():

@@ -10,7 +10,6 @@ writes do not hold the interpreter of the training process, see `block_writer`.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -213,14 +212,16 @@ def bytes_in(tensor: Tensor) -> int:
 def _nameless_file() -> int:
     """Return the descriptor of memory without a name in any folder, of which nothing is left after its last user."""
     if hasattr(os, "memfd_create"):
-        found = os.memfd_create("checkpoint")
+        found = [os.memfd_create("checkpoint")]
     else:
         with tempfile.TemporaryFile() as file:
-            found = os.dup(file.fileno())
+            found = [os.dup(file.fileno())]
     # A run without standard streams has their numbers free, which the pipes of the process take.
-    moved = fcntl.fcntl(found, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(found)
-    return moved
+    while found[-1] < 3:
+        found.append(os.dup(found[-1]))
+    for low in found[:-1]:
+        os.close(low)
+    return found[-1]
 
 
 class _WriterProcess:

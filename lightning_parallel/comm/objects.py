@@ -447,7 +447,9 @@ def _max_bytes(data: bytes, group: Group) -> bytes:
     if group.host_device != "cpu":
         # Pinned memory, so that the host need not wait for the copy as well.
         mine = mine.pin_memory().to(group.host_device, non_blocking=True)
-    return all_reduce_(mine, group, "max", between_hosts=True).cpu().numpy().tobytes()
+    found = all_reduce_(mine, group, "max", between_hosts=True)
+    # The one read, for which the host waits.
+    return (found if group.host_device == "cpu" else found.cpu()).numpy().tobytes()
 
 
 # ----------------------------------------------------------------------------------------------------------- checks

@@ -533,8 +533,9 @@ class Piece(Tensor):
             if is_data and args[0]._data.has_home:
                 return args[0].detach()
             if is_data or name in NEEDS_ADDRESS:
-                # Not inside of them: the memo of `deepcopy` holds what was copied so far, all parameters among it.
-                found = func(*(arg.whole() if _is_part(arg) else arg for arg in args), **kwargs)
+                # A memo of its own: `deepcopy` knows tensors by `id`, which the next full tensor may have again.
+                given = (args[0], {}) if name == "__deepcopy__" else args
+                found = func(*without_pieces(given), **kwargs)
                 if isinstance(found, np.ndarray) and args[0]._data.has_home:
                     found.flags.writeable = False  # a change would not reach the part
                 return found
