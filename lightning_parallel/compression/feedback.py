@@ -170,7 +170,7 @@ class GradientBlock:
         return self.gradients[0].device
 
     def new_work(self) -> Tensor:
-        """Return a tensor (names, *shape), with zeros outside of the rows, see `rows`."""
+        """Return a tensor (names, *shape); its elements beyond `rows` are zero."""
         make = torch.empty if self.padding is None else torch.zeros
         return make((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
 

@@ -161,15 +161,17 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Adapt to parameters that were frozen or unfrozen, and to `sum_dtype`; call it before a backward pass."""
-        # With those that were frozen after they got a gradient, which is not reduced yet.
-        due = {n: each.requires_grad or n in self._accumulated for n, each in self._parameters.items()}
-        trainable = [(each.requires_grad, due[name]) for name, each in self._parameters.items()]
+        # A frozen parameter takes part as long as it has a gradient that is not reduced yet.
+        trainable = [
+            (each.requires_grad, not each.requires_grad and name in self._accumulated)
+            for name, each in self._parameters.items()
+        ]
         if trainable == self._trainable and self.sum_dtype == self._summed_in:
             return
         self.remove()
         self._trainable = trainable
         self._summed_in = self.sum_dtype
-        self._active = {name: parameter for name, parameter in self._parameters.items() if due[name]}
+        self._active = {name: each for (name, each), due in zip(self._parameters.items(), trainable) if any(due)}
         # A bucket with a frozen parameter would never be full, and later buckets would never start.
         self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}

@@ -175,7 +175,7 @@ class _KnownLayouts:
         self.last = number
 
     def tensors(self, number: int) -> list[TensorSpec]:
-        """Return the tensors of a layout, without those that are empty: both ends know the empty ones."""
+        """Return the tensors of a layout that have elements: both ends know the empty tensors."""
         return [] if number < 0 else [spec for spec in self.known[number].tensors if spec.has_elements]
 
 

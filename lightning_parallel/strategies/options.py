@@ -277,7 +277,7 @@ def _is_int(value: Any) -> bool:
 
 
 def check_compile_layers(value: bool, tiled: Tiled, sequence_parallel: bool, context_size: Any) -> None:
-    """Check the argument `compile_layers` together with arguments that need layers outside of compiled code.
+    """Check that no other argument forbids `compile_layers`: some need eager layers.
 
     Args:
         value: The argument.

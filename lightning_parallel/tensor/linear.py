@@ -568,7 +568,7 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) ->
 def _parameter_gradients(
     ctx: Any, x: Tensor | None, rows: Tensor, local: Tensor, grad: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias, None for those that are not needed or put off.
+    """Return the gradients of weight and bias; a gradient that is not needed, or is put off, is None.
 
     Args:
         ctx: The context of a layer's function.

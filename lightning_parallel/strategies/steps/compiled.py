@@ -1,4 +1,4 @@
-"""Lets repeated layers run as compiled code (`compile_layers=True`): inside of stages, shards and recomputation."""
+"""Compiles repeated layers (`compile_layers=True`), also in stages and shards, and under recomputation."""
 
 from __future__ import annotations
 
