@@ -5,8 +5,10 @@ peer into an error that names the lost ranks. A group of one rank communicates n
 """
 
 from lightning_parallel.comm.collectives import (
+    Spans,
     all_gather,
     all_gather_,
+    all_gather_in_turns,
     all_reduce,
     all_reduce_,
     all_to_all,
@@ -16,6 +18,7 @@ from lightning_parallel.comm.collectives import (
     isend,
     reduce_,
     reduce_scatter,
+    reduce_scatter_in_turns,
 )
 from lightning_parallel.comm.executors import (
     Executor,
@@ -70,6 +73,7 @@ __all__ = [
     "GRADIENTS",
     "RendezvousError",
     "RollCall",
+    "Spans",
     "GradientSession",
     "LostRankError",
     "PROFILING",
@@ -92,6 +96,7 @@ __all__ = [
     "agree",
     "all_gather",
     "all_gather_",
+    "all_gather_in_turns",
     "all_gather_object",
     "all_reduce",
     "all_reduce_",
@@ -125,6 +130,7 @@ __all__ = [
     "shared_key",
     "reduce_",
     "reduce_scatter",
+    "reduce_scatter_in_turns",
     "row_fingerprints",
     "report_failure",
     "start_heartbeat",

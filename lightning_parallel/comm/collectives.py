@@ -5,7 +5,7 @@ A group of one rank communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,10 @@ from lightning_parallel.compat.dispatcher import unseen
 from lightning_parallel.compat.torch import all_gather_single, is_traced, reduce_scatter_single
 
 __all__ = [
+    "Spans",
     "all_gather",
     "all_gather_",
+    "all_gather_in_turns",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
@@ -31,7 +33,11 @@ __all__ = [
     "isend",
     "reduce_",
     "reduce_scatter",
+    "reduce_scatter_in_turns",
 ]
+
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""For each rank, the ranges [start, stop) of its positions, which travel one by one; as many for each rank."""
 
 
 _REDUCE_OPS = {
@@ -241,6 +247,91 @@ class _AllReduceAndSlice:
         self._work.wait()
         # Not earlier: before the wait the buffer holds partial sums.
         self._mine.copy_(self._part)
+
+
+# The two below move the bytes of `all_gather` and `reduce_scatter`. Each message leaves as early as it can, and the
+# caller computes meanwhile. All ranks issue the same turns in the same order, as NCCL needs it:
+#
+#     turn (k, j)    send span j to the rank k places on, receive span j from the rank k places back
+
+
+def all_gather_in_turns(
+    part: Tensor, group: Group, dim: int, spans: Spans, whole: Tensor | None = None
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (start, stop, values) for the positions of all ranks: first of this rank, then each span that arrives.
+
+    The next message is in flight while the caller works on a span.
+
+    Args:
+        part: This rank's part; it must not change until the end.
+        group: A group of at least two ranks.
+        dim: The dimension of the positions.
+        spans: See `Spans`.
+        whole: Memory for the full tensor, if the caller needs it too.
+    """
+    mine = spans[group.rank]
+    first = mine[0][0]
+    arrived = first, mine[-1][1], part
+    if whole is not None:
+        whole.narrow(dim, first, part.shape[dim]).copy_(part)
+    for turn in range(1, group.size):
+        to, source = (group.rank + turn) % group.size, (group.rank - turn) % group.size
+        for (start, stop), (begin, end) in zip(mine, spans[source]):
+            sent = part.narrow(dim, start - first, stop - start).contiguous()
+            place = None if whole is None else whole.narrow(dim, begin, end - begin)
+            received = place
+            if received is None or not received.is_contiguous():
+                received = part.new_empty(_resized(part, dim, end - begin))
+            pending = exchange([(sent, to)], [(received, source)], group, _GATHER_TURN_TAG)
+            yield arrived
+            pending.wait()
+            if place is not None and place is not received:
+                place.copy_(received)
+            arrived = begin, end, received
+    yield arrived
+
+
+def reduce_scatter_in_turns(compute: Callable[[int, int], Tensor], group: Group, dim: int, spans: Spans) -> Pending:
+    """Sum tensors over the ranks, and return this rank's part along `dim`.
+
+    Each span of the other ranks is on its way as soon as it is computed. This rank's part comes last.
+
+    Args:
+        compute: Computes the positions [start, stop) in new, contiguous memory.
+        group: A group of at least two ranks.
+        dim: The dimension of the positions.
+        spans: See `Spans`.
+    """
+    mine = spans[group.rank]
+    first = mine[0][0]
+    coming = []
+    for turn in range(1, group.size):
+        to, source = (group.rank + turn) % group.size, (group.rank - turn) % group.size
+        for (begin, end), (start, stop) in zip(spans[to], mine):
+            sent = compute(begin, end)
+            received = sent.new_empty(_resized(sent, dim, stop - start))
+            # Nothing waits here: on a GPU, the next product would wait too.
+            pending = exchange([(sent, to)], [(received, source)], group, _SCATTER_TURN_TAG)
+            coming.append((pending, received, start - first))
+    return _Summed(compute(first, mine[-1][1]), dim, coming)
+
+
+class _Summed(Done):
+    """The sum of this rank's part and of the parts that arrive."""
+
+    __slots__ = ("_coming", "_dim")
+
+    def __init__(self, own: Tensor, dim: int, coming: list[tuple[Pending, Tensor, int]]) -> None:
+        super().__init__(own)
+        self._dim = dim
+        self._coming = coming
+
+    def wait(self) -> Any:
+        coming, self._coming = self._coming, []
+        for pending, received, start in coming:
+            pending.wait()
+            self._result.narrow(self._dim, start, received.shape[self._dim]).add_(received)
+        return self._result
 
 
 def all_to_all(
@@ -470,6 +561,7 @@ Above, the addition in the calling thread costs more than the steps of gloo's ri
 """
 # Outside the range of tags between stages. One tag per kind: collectives of several kinds may be in flight at once.
 _REDUCE_TAG, _GATHER_TAG, _SCATTER_TAG = ((1 << 20) + number for number in range(3))
+_GATHER_TURN_TAG, _SCATTER_TURN_TAG = ((1 << 20) + number for number in (3, 4))
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,

@@ -15,8 +15,9 @@ parallelism the gathered ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,6 +33,7 @@ from lightning_parallel.comm.weight_gradients import parameters_among, put_off, 
 from lightning_parallel.compat.torch import (
     apply_of,
     current_graph_task_id,
+    is_traced_now,
     transforms_active,
     unsafe_view,
     version_of,
@@ -493,13 +495,12 @@ class _RowLinearFunction(Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
 
         def compute() -> tuple[Tensor, Any]:
-            y = _linear(x, matrix, None, transposed)
             layout = None
             if lengths is None:
-                y = comm.all_reduce_(y, group)
+                y = comm.all_reduce_(_linear(x, matrix, None, transposed), group)
             else:
-                layout = lengths.of_whole(y)
-                y = no_view(comm.reduce_scatter(y, group, *layout))
+                layout = lengths.of_whole(x)
+                y = no_view(_reduce_scattered_product(x, matrix, transposed, group, layout))
             # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
             if bias is None:
                 return y, layout
@@ -524,6 +525,60 @@ class _RowLinearFunction(Function):
         dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
         # The bias was added to this rank's positions only; see `Row.partial`.
         return dx, *_parameter_gradients(ctx, x, rows, local, grad), None, None, None
+
+
+# ----------------------------------------------------------------------------- products under their own communication
+
+MIN_SPAN_BYTES = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""Bytes of a message, by device type, from which a product and its communication are cut into spans of positions.
+
+A shorter message takes its time for the start, and a smaller product does not fill a GPU.
+"""
+_MOST_TURNS = 4
+
+
+def _spans(x: Tensor, shape: Sequence[int], layout: tuple[int, list[int]], group: Group) -> comm.Spans | None:
+    """Return the spans of positions in which a tensor travels while a product runs; None if it is not cut.
+
+    The answer is the same on all ranks.
+
+    Args:
+        x: A tensor of the product, on the device and in the dtype of the message.
+        shape: The shape of the message; its extent along the sequence does not count.
+        layout: The dimension of the positions, and the number of positions of each rank.
+        group: The group.
+    """
+    dim, sizes = layout
+    least = min(sizes)
+    if least == 0:
+        return None
+    num_bytes = prod(shape) // shape[dim] * least * x.element_size()
+    min_bytes = MIN_SPAN_BYTES.get(x.device.type, num_bytes + 1)
+    if num_bytes < min_bytes or group.process_group is None or comm.skips_communication():
+        return None
+    if type(x) is not Tensor or transforms_active() or is_traced_now():
+        return None
+    count = min(num_bytes // min_bytes, max(1, _MOST_TURNS // (group.size - 1)), least)
+    spans, start = [], 0
+    for size in sizes:
+        ends = [start + size * (number + 1) // count for number in range(count)]
+        spans.append(list(zip([start, *ends], ends)))
+        start += size
+    return spans
+
+
+def _reduce_scattered_product(
+    x: Tensor, matrix: Tensor, transposed: bool, group: Group, layout: tuple[int, list[int]]
+) -> Tensor:
+    """Return this rank's positions of the sum of x (..., in / ranks) @ weight over the ranks."""
+    dim, _ = layout
+    shape = (*x.shape[:-1], matrix.shape[1 if transposed else 0])
+    spans = _spans(x, shape, layout, group)
+    if spans is None:
+        return comm.reduce_scatter(_linear(x, matrix, None, transposed), group, *layout)
+    return comm.reduce_scatter_in_turns(
+        lambda start, stop: _linear(x.narrow(dim, start, stop - start), matrix, None, transposed), group, dim, spans
+    ).wait()
 
 
 # Transforms of `torch.func` need what `Function.apply` does around it.

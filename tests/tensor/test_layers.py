@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
+from lightning_parallel.tensor import linear
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
     copy_to_group,
@@ -513,9 +515,8 @@ class Stream(nn.Module):
         return self.last(x + self.mlp(self.norm(x)))
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@distributed(world_size=3)
-def test_sequence_parallel(group, dim):
+def stream(group, dim):
+    """A model whose layers are sharded along the sequence, the whole model, and the rules."""
     torch.manual_seed(0)
     model = Stream().double()
     whole = copy.deepcopy(model)
@@ -528,7 +529,13 @@ def test_sequence_parallel(group, dim):
         "mlp.down": Row(sequence_dim=dim),
         "last": Replicate(partial_gradient=True),
     }
-    rules, partial = divide(model, styles, group)
+    return model, whole, *divide(model, styles, group)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@distributed(world_size=3)
+def test_sequence_parallel(group, dim):
+    model, whole, rules, partial = stream(group, dim)
     assert partial == {"norm.weight", "norm.bias", "last.weight", "last.bias", "mlp.down.bias"}
     for length in (5, 8, 6):
         tokens = torch.randint(9, (length, 3) if dim == 0 else (3, length))
@@ -547,6 +554,34 @@ def test_sequence_parallel(group, dim):
         expected.pow(2).sum().backward()
         finish_gradients(model, rules, partial, group)
         same_by_name(model, whole, rules, group, "grad")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_products_that_are_cut_into_spans(world):
+    run(in_spans, world)
+
+
+def in_spans(group):
+    # Messages of any size are cut, as far as there are turns: with 2 ranks into 4 spans.
+    with patched(linear, "MIN_SPAN_BYTES", {"cpu": 1}):
+        for dim, lengths in ((0, (13, 7)), (1, (13, 7, 1))):
+            model, whole, rules, partial = stream(group, dim)
+            for length in lengths:
+                tokens = torch.randint(9, (length, 3) if dim == 0 else (3, length))
+                sizes = balanced(length, group.size)
+                for m in (model, whole):
+                    m.zero_grad()
+                with recorded_communication() as records:
+                    y = model(tokens)
+                turns = min(max(1, 4 // (group.size - 1)), min(sizes)) * (group.size - 1)
+                expected_ops = ["all_gather", *["exchange"] * turns] if turns else ["all_gather", "reduce_scatter"]
+                assert [record.op for record in records] == ["reduce_scatter", *expected_ops]
+                expected = whole(tokens)
+                torch.testing.assert_close(y, expected.split(sizes, dim)[group.rank])
+                y.pow(2).sum().backward()
+                expected.pow(2).sum().backward()
+                finish_gradients(model, rules, partial, group)
+                same_by_name(model, whole, rules, group, "grad")
 
 
 @distributed(world_size=2)
