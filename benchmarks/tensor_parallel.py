@@ -3,6 +3,8 @@
     python benchmarks/tensor_parallel.py [plan] [sequence] [experts] [head]
         [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1] [--implementation grouped_mm]
         [--vocabulary 50257]
+    sudo python benchmarks/tensor_parallel.py overlap
+        [--hosts 2 4] [--rate 600] [--compute-ms 100 200 400] [--length 2048] [--rounds 4]
 
     plan      the same transformer (pre-norm blocks, separate query, key and value): ours / DTensor
     sequence  the same with sequence parallelism / without; also the bytes that a rank keeps for backward
@@ -11,6 +13,10 @@
     head      a head without bias and `F.cross_entropy` of 512 targets, whose logits stay divided, are gathered (ours,
               with `gather_logits`), or are DTensors under `loss_parallel`; and the most bytes of tensors that a step
               makes, over those of all logits
+    overlap   two layers with sequence parallelism on hosts whose links are shaped by `tc tbf`. Products sleep, as if
+              devices computed: the given time in forward, and twice as long in backward. `exposed` is the share of the
+              communication that a step waits for, above a step without communication: with communication before and
+              after whole products, and with both in spans. Without root, `ip` or `tc` it is skipped
 
 The same input, forward + backward, and an SGD step but for the head. Steps of all alternate, so that a change of the
 machine's speed meets them alike. Only ratios are printed, below 1 is faster. They depend on the threads per rank.
@@ -20,29 +26,39 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import in_turn
 from gpu_models import Block
 from rich.console import Console
 from rich.table import Table
+from shaped_network import Network, unavailable
 from sleeping import LiveBytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
+from lightning_parallel.tensor import linear
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import Head
-from lightning_parallel.tensor.layers import Column, Style
+from lightning_parallel.tensor.layers import Column, Row, Style
 from lightning_parallel.tensor.plan import Plan, apply_plan
 
 TARGETS = {128: 0.45, 256: 0.55, 512: 0.75, 1024: 0.95}
@@ -176,6 +192,118 @@ def _peak_bytes(step: Callable[[], None]) -> int:
     return live.peak
 
 
+# ------------------------------------------------------------------------------------------------------------- overlap
+
+
+class _Products(TorchDispatchMode):
+    """Lets products take the time of a device of a given speed, without a core; their results have any values.
+
+    Attributes:
+        flops: Of all products so far.
+        seconds_per_flop: The time of each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.seconds_per_flop = 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name not in ("mm", "addmm", "addmm_", "bmm", "baddbmm"):
+            return func(*args, **kwargs)
+        one, other = args[-2:]
+        flops = 2 * one.numel() * other.shape[-1]
+        self.flops += flops
+        if self.seconds_per_flop:
+            time.sleep(flops * self.seconds_per_flop)
+        if name == "addmm_":
+            return args[0]
+        return kwargs.get("out", one.new_zeros(()).expand(*one.shape[:-1], other.shape[-1]).contiguous())
+
+
+class _Layer(nn.Module):
+    """The products of a transformer block, without its attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, positions of this rank, width) -> the same."""
+        x = x + self.out(self.qkv(self.norm(x)).chunk(3, -1)[0].contiguous())
+        return x + self.down(self.up(self.mlp_norm(x)))
+
+
+@contextmanager
+def _side(name: str, products: _Products, seconds_per_flop: float) -> Iterator[None]:
+    with ExitStack() as stack:
+        if name == "alone":
+            stack.enter_context(comm.skip_communication())
+        if name in ("whole", "messages"):
+            stack.enter_context(patched(linear, "MIN_SPAN_BYTES", {}))
+        products.seconds_per_flop = 0.0 if name == "messages" else seconds_per_flop
+        yield
+
+
+def time_overlap(options: argparse.Namespace) -> None:
+    """Measure the sides, as one host among others; the first one writes the results."""
+    torch.set_num_threads(1)
+    address = f"tcp://{options.address}:29500"
+    dist.init_process_group("gloo", address, timedelta(seconds=120), rank=options.rank, world_size=options.ranks)
+    group, width = Group.of(axis="tensor_parallel"), options.widths[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Layer(width) for _ in range(2)))
+    column, row = Column(sequence_dim=1), Row(sequence_dim=1)
+    styles = {"qkv": column, "out": row, "up": column, "down": row}
+    apply_plan(model, Plan({f"{i}.{name}": style for i in range(2) for name, style in styles.items()}), group)
+    lengths = linear.shared_inputs(group, 1).lengths
+    assert lengths is not None
+    x = torch.randn(1, lengths.divide(options.length)[group.rank], width, requires_grad=True)
+
+    def step(name: str, seconds_per_flop: float) -> None:
+        with products, _side(name, products, seconds_per_flop):
+            model(x).backward(x.detach())
+
+    found = []
+    with (products := _Products()):
+        model(x)
+    flops = products.flops
+    for compute_ms in options.compute_ms:
+        runs = [partial(step, name, compute_ms / 1e3 / flops) for name in ("alone", "messages", "whole", "in spans")]
+        # In turn: what else runs on the machine slows all of them.
+        found.append([compute_ms, *map(statistics.median, in_turn(runs, group, options.rounds))])
+    if group.rank == 0:
+        Path(options.results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def show_overlap(options: argparse.Namespace) -> None:
+    """Print a table for each number of hosts."""
+    if reason := unavailable():
+        print(f"overlap is skipped: {reason}")
+        return
+    width = options.widths[0] if options.widths != list(TARGETS) else 1024
+    for hosts in options.hosts:
+        with tempfile.TemporaryDirectory() as folder, Network(hosts, options.rate) as network:
+            results = Path(folder) / "results.json"
+            script = [sys.executable, __file__, "overlap", "--ranks", str(hosts), "--results", str(results)]
+            script += ["--address", network.address(0), "--length", str(options.length), "--widths", str(width)]
+            script += ["--rounds", str(options.rounds), "--compute-ms", *map(str, options.compute_ms)]
+            network.run([[*script, "--rank", str(host)] for host in range(hosts)], deadline_s=300)
+            found = json.loads(results.read_text())
+        table = Table(title=f"{hosts} hosts, {options.rate} Mbit/s, {options.length} positions; products sleep")
+        for header in ("forward", "communication / products", "exposed, whole", "exposed, in spans", "step / whole"):
+            table.add_column(header, justify="right")
+        for compute_ms, alone_s, messages_s, whole_s, spans_s in found:
+            exposed = [(seconds - alone_s) / messages_s for seconds in (whole_s, spans_s)]
+            ratios = [messages_s / alone_s, *exposed, spans_s / whole_s]
+            table.add_row(f"{compute_ms:.0f} ms", *(f"{ratio:.2f}" for ratio in ratios))
+        Console().print(table)
+
+
 def plan(options: argparse.Namespace) -> Table:
     """Our plan against one of DTensor."""
     table = _table("ours / DTensor", "target")
@@ -239,7 +367,7 @@ def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     console = Console(quiet=rank > 0)
     console.print(f"{ranks} gloo ranks, {options.threads} thread(s) each")
-    for name in options.sections or SECTIONS:
+    for name in options.sections:
         console.print(SECTIONS[name](options))
     dist.destroy_process_group()
 
@@ -266,16 +394,29 @@ def _times(steps: dict[str, Callable[[], None]], count: int) -> dict[str, list[f
 def main() -> None:
     """Read the options, start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="what to measure (default: everything)")
+    names = [*SECTIONS, "overlap"]
+    parser.add_argument("sections", nargs="*", choices=[*names, []], help="what to measure (default: everything)")
     parser.add_argument("--widths", type=int, nargs="+", default=list(TARGETS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--implementation", choices=["eager", "batched_mm", "grouped_mm"], default="grouped_mm")
     parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rate", type=int, default=600, help="Mbit/s")
+    parser.add_argument("--compute-ms", type=float, nargs="+", default=[100, 200, 400], help="of a forward")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=4)
+    for name in ("rank", "address", "results"):
+        parser.add_argument(f"--{name}", type=int if name == "rank" else str, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)
+    options.sections = options.sections or names
+    if "overlap" in options.sections:
+        (show_overlap if options.rank is None else time_overlap)(options)
+        options.sections.remove("overlap")
+    if options.sections:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ A group of one rank communicates nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +38,17 @@ __all__ = [
     "reduce_scatter_in_turns",
 ]
 
-Spans = Sequence[Sequence[tuple[int, int]]]
-"""For each rank, the ranges [start, stop) of its positions, which travel one by one; as many for each rank."""
+
+class Spans(NamedTuple):
+    """Ranges of positions, which travel one by one.
+
+    Attributes:
+        dim: The dimension of the positions.
+        of_ranks: For each rank, the ranges [start, stop) of its positions, without gaps; as many for each rank.
+    """
+
+    dim: int
+    of_ranks: Sequence[Sequence[tuple[int, int]]]
 
 
 _REDUCE_OPS = {
@@ -254,60 +265,65 @@ class _AllReduceAndSlice:
 #
 #     turn (k, j)    send span j to the rank k places on, receive span j from the rank k places back
 
+_AHEAD = 2
+"""Messages of a gather in flight: with one, the link is idle while the ranks tell each other that they are ready."""
 
-def all_gather_in_turns(
-    part: Tensor, group: Group, dim: int, spans: Spans, whole: Tensor | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, stop, values) for the positions of all ranks: first of this rank, then each span that arrives.
 
-    The next message is in flight while the caller works on a span.
+def all_gather_in_turns(part: Tensor, whole: Tensor, group: Group, spans: Spans) -> Iterator[tuple[int, int, Tensor]]:
+    """Fill `whole` with the parts of all ranks, and yield each span that is there: start, stop, values.
+
+    This rank's part comes first. The next messages are in flight while the caller works on a span.
 
     Args:
         part: This rank's part; it must not change until the end.
+        whole: Contiguous memory for the full tensor.
         group: A group of at least two ranks.
-        dim: The dimension of the positions.
         spans: See `Spans`.
-        whole: Memory for the full tensor, if the caller needs it too.
     """
-    mine = spans[group.rank]
+    dim, of_ranks = spans
+    mine = of_ranks[group.rank]
     first = mine[0][0]
-    arrived = first, mine[-1][1], part
-    if whole is not None:
-        whole.narrow(dim, first, part.shape[dim]).copy_(part)
-    for turn in range(1, group.size):
-        to, source = (group.rank + turn) % group.size, (group.rank - turn) % group.size
-        for (start, stop), (begin, end) in zip(mine, spans[source]):
-            sent = part.narrow(dim, start - first, stop - start).contiguous()
-            place = None if whole is None else whole.narrow(dim, begin, end - begin)
-            received = place
-            if received is None or not received.is_contiguous():
-                received = part.new_empty(_resized(part, dim, end - begin))
-            pending = exchange([(sent, to)], [(received, source)], group, _GATHER_TURN_TAG)
-            yield arrived
-            pending.wait()
-            if place is not None and place is not received:
-                place.copy_(received)
-            arrived = begin, end, received
-    yield arrived
+    whole.narrow(dim, first, part.shape[dim]).copy_(part)
+
+    def launched() -> Iterator[tuple[Pending, int, int, Tensor]]:
+        for turn in range(1, group.size):
+            to, source = (group.rank + turn) % group.size, (group.rank - turn) % group.size
+            for (start, stop), (begin, end) in zip(mine, of_ranks[source]):
+                sent = part.narrow(dim, start - first, stop - start).contiguous()
+                place = whole.narrow(dim, begin, end - begin)
+                received = place if place.is_contiguous() else part.new_empty(place.shape)
+                yield exchange([(sent, to)], [(received, source)], group, _GATHER_TURN_TAG), begin, end, received
+
+    messages = launched()
+    in_flight = deque(islice(messages, _AHEAD))
+    yield first, mine[-1][1], part
+    while in_flight:
+        pending, begin, end, received = in_flight.popleft()
+        pending.wait()
+        in_flight.extend(islice(messages, 1))
+        place = whole.narrow(dim, begin, end - begin)
+        if place.data_ptr() != received.data_ptr():
+            place.copy_(received)
+        yield begin, end, received
 
 
-def reduce_scatter_in_turns(compute: Callable[[int, int], Tensor], group: Group, dim: int, spans: Spans) -> Pending:
-    """Sum tensors over the ranks, and return this rank's part along `dim`.
+def reduce_scatter_in_turns(compute: Callable[[int, int], Tensor], group: Group, spans: Spans) -> Pending:
+    """Sum tensors over the ranks, and return this rank's part.
 
     Each span of the other ranks is on its way as soon as it is computed. This rank's part comes last.
 
     Args:
         compute: Computes the positions [start, stop) in new, contiguous memory.
         group: A group of at least two ranks.
-        dim: The dimension of the positions.
         spans: See `Spans`.
     """
-    mine = spans[group.rank]
+    dim, of_ranks = spans
+    mine = of_ranks[group.rank]
     first = mine[0][0]
     coming = []
     for turn in range(1, group.size):
         to, source = (group.rank + turn) % group.size, (group.rank - turn) % group.size
-        for (begin, end), (start, stop) in zip(spans[to], mine):
+        for (begin, end), (start, stop) in zip(of_ranks[to], mine):
             sent = compute(begin, end)
             received = sent.new_empty(_resized(sent, dim, stop - start))
             # Nothing waits here: on a GPU, the next product would wait too.

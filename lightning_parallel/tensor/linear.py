@@ -254,18 +254,25 @@ class SharedInputs:
         dtype = compute_dtype(x)
         layout = None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
+            if layout is not None and not torch.is_grad_enabled() and running_results() is None:
+                own = x.to(dtype)
+                spans = _spans(own, own.shape, layout, self.group)
+                if spans is not None:
+                    gradient = _InputGradient(self, layout, spans)  # only for its spans: no backward follows
+                    return own.new_empty(_whole_shape(own, layout)), None, gradient, own
             return kept(lambda: self.whole(x.to(dtype), layout)), None, None, None
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
-            gradient = _InputGradient(self, layout)
+            # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
+            part = None if layout is None else x.detach().to(dtype)
+            spans = None if part is None or layout is None else _spans(part, part.shape, layout, self.group)
+            gradient = _InputGradient(self, layout, spans)
             # Weakly: this cache must not keep an activation alive that the model has dropped.
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
             self._source = weakref.ref(x, self._forget)
             self._key = key
-            # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
-            part = None if layout is None else x.detach().to(dtype)
             apply = _ColumnInputFunction.apply if transforms_active() else _apply_input
             self._entry = *apply(x, dtype, gradient), gradient, part
         self._entry[2].expected += 1  # each layer that reads the input adds a part in backward
@@ -298,11 +305,17 @@ class _InputGradient:
     determines when all have contributed. The count only starts the all-reduce before the last weight gradient.
 
     With `create_graph=True` the gradient has a graph, so the layers return it to autograd instead.
+
+    Attributes:
+        spans: While the input is memory without values: the spans in which the first product gathers it.
     """
 
-    def __init__(self, inputs: SharedInputs, layout: tuple[int, list[int]] | None) -> None:
+    def __init__(
+        self, inputs: SharedInputs, layout: tuple[int, list[int]] | None, spans: comm.Spans | None = None
+    ) -> None:
         self.inputs = inputs
         self.layout = layout
+        self.spans = spans
         self.expected = 0
         # As after `_clear`; each column-parallel layer of a step makes such an object.
         self.seen, self.task = 0, -1
@@ -348,12 +361,18 @@ class _InputGradient:
     def add(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> None:
         """Add grad (n, out) @ weight (out, in); the last layer of a backward pass starts the reduction."""
         self._begin()
+        self.seen += 1
+        is_last = self.seen == self.expected
+        if is_last and self.layout is not None:
+            spans = _spans(grad, shape, self.layout, self.inputs.group)
+            if spans is not None:
+                self.pending = self._start_in_spans(grad, weight, shape, spans)
+                return
         if self.total is None:
             self.total = grad @ weight
         else:
             self.total.addmm_(grad, weight)  # in place, instead of one more tensor of the input's size per layer
-        self.seen += 1
-        if self.seen == self.expected:
+        if is_last:
             self.pending = self._start(self.total.view(shape))
 
     def _start(self, total: Tensor) -> Pending:
@@ -363,12 +382,30 @@ class _InputGradient:
         # With sequence parallelism a rank needs the gradient of its part of the sequence only.
         return comm.reduce_scatter(total, group, *self.layout, async_op=True)
 
+    def _start_in_spans(self, grad: Tensor, weight: Tensor, shape: torch.Size, spans: comm.Spans) -> Pending:
+        dim, whole, total = spans.dim, grad.view(*shape[:-1], grad.shape[-1]), self.total
+        self.total = None
+
+        def compute(start: int, stop: int) -> Tensor:
+            span = whole.narrow(dim, start, stop - start)
+            rows = span.reshape(-1, span.shape[-1])
+            if total is None:
+                product = rows @ weight
+            else:
+                before = total.view(shape).narrow(dim, start, stop - start)
+                product = torch.addmm(before.reshape(-1, shape[-1]), rows, weight)
+            return product.view(*span.shape[:-1], shape[-1])
+
+        return comm.reduce_scatter_in_turns(compute, self.inputs.group, spans)
+
     def collect(self, shape: torch.Size) -> Tensor | None:
         """Return the full gradient; None if no layer has contributed."""
-        if self.total is None:
-            return None
-        # If some layer that read the input got no gradient, the count was never reached and nothing was started.
-        pending = self.pending if self.pending is not None else self._start(self.total.view(shape))
+        pending = self.pending
+        if pending is None:
+            if self.total is None:
+                return None
+            # Some layer that read the input got no gradient, so the count was never reached and nothing was started.
+            pending = self._start(self.total.view(shape))
         self._clear()
         self.inputs.release(self)
         return pending.wait()
@@ -385,10 +422,11 @@ class _ColumnInputFunction(Function):
         ctx.dtype = x.dtype
         if gradient.layout is not None and (results := running_results()) is not None and results.is_again:
             # The product was kept, so nothing reads the gathered input. One expanded element has the shape.
-            dim, sizes = gradient.layout
-            shape = [*x.shape]
-            shape[dim] = sum(sizes)
-            whole = x.new_empty((), dtype=dtype).expand(shape)
+            whole = x.new_empty((), dtype=dtype).expand(_whole_shape(x, gradient.layout))
+            gradient.spans = None
+        elif gradient.layout is not None and gradient.spans is not None:
+            # The first product that reads it gathers it.
+            whole = x.new_empty(_whole_shape(x, gradient.layout), dtype=dtype)
         else:
             whole = x if x.dtype is dtype else x.to(dtype)
             if gradient.layout is not None:
@@ -438,14 +476,18 @@ class _ColumnLinearFunction(Function):
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         results = running_results()
-        if results is None:
+        if results is None and (gradient is None or gradient.spans is None):
             return _linear(x, matrix, bias, transposed)
-        is_empty = results.is_again
 
         def compute() -> Tensor:
-            # `_ColumnInputFunction` has not gathered the input, because this product was kept.
-            if is_empty and part is not None and gradient is not None:
-                return _linear(gradient.inputs.whole(part, gradient.layout), matrix, bias, transposed)
+            if part is not None and gradient is not None:
+                # `_ColumnInputFunction` has not gathered the input, because this product was kept.
+                if results is not None and results.is_again:
+                    return _linear(gradient.inputs.whole(part, gradient.layout), matrix, bias, transposed)
+                if gradient.spans is not None:
+                    spans, gradient.spans = gradient.spans, None
+                    factor = matrix if transposed else matrix.t()
+                    return _gathered_product(part, x, factor, bias, gradient.inputs.group, spans)
             return _linear(x, matrix, bias, transposed)
 
         return kept(compute)
@@ -516,13 +558,22 @@ class _RowLinearFunction(Function):
         local = rows = grad.reshape(-1, grad.shape[-1])
         # For gradients of gradients, each rank does a part of the work with the gradient of y.
         has_graph = torch.is_grad_enabled()
+        dx = None
         if ctx.lengths is not None:
-            gather = all_gather_to_group if has_graph else comm.all_gather
-            rows = gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
+            is_plain = ctx.needs_input_grad[0] and not has_graph
+            spans = _spans(grad, grad.shape, ctx.layout, ctx.group) if is_plain else None
+            if spans is not None:
+                whole = grad.new_empty(_whole_shape(grad, ctx.layout))
+                dx = _gathered_product(grad, whole, matrix.t() if ctx.transposed else matrix, None, ctx.group, spans)
+            else:
+                gather = all_gather_to_group if has_graph else comm.all_gather
+                whole = gather(grad, ctx.group, *ctx.layout)
+            rows = whole.reshape(-1, grad.shape[-1])
         elif has_graph:
             rows = copy_to_group(local, ctx.group)
         # First, because the layer before waits for it, and nothing waits for the weight gradient.
-        dx = _input_gradient(ctx, rows, matrix) if ctx.needs_input_grad[0] else None
+        if dx is None and ctx.needs_input_grad[0]:
+            dx = _input_gradient(ctx, rows, matrix)
         # The bias was added to this rank's positions only; see `Row.partial`.
         return dx, *_parameter_gradients(ctx, x, rows, local, grad), None, None, None
 
@@ -559,26 +610,56 @@ def _spans(x: Tensor, shape: Sequence[int], layout: tuple[int, list[int]], group
     if type(x) is not Tensor or transforms_active() or is_traced_now():
         return None
     count = min(num_bytes // min_bytes, max(1, _MOST_TURNS // (group.size - 1)), least)
-    spans, start = [], 0
+    of_ranks, start = [], 0
     for size in sizes:
         ends = [start + size * (number + 1) // count for number in range(count)]
-        spans.append(list(zip([start, *ends], ends)))
+        of_ranks.append(list(zip([start, *ends], ends)))
         start += size
-    return spans
+    return comm.Spans(dim, of_ranks)
 
 
 def _reduce_scattered_product(
     x: Tensor, matrix: Tensor, transposed: bool, group: Group, layout: tuple[int, list[int]]
 ) -> Tensor:
     """Return this rank's positions of the sum of x (..., in / ranks) @ weight over the ranks."""
-    dim, _ = layout
-    shape = (*x.shape[:-1], matrix.shape[1 if transposed else 0])
-    spans = _spans(x, shape, layout, group)
+    spans = _spans(x, (*x.shape[:-1], matrix.shape[1 if transposed else 0]), layout, group)
     if spans is None:
         return comm.reduce_scatter(_linear(x, matrix, None, transposed), group, *layout)
+    dim = spans.dim
     return comm.reduce_scatter_in_turns(
-        lambda start, stop: _linear(x.narrow(dim, start, stop - start), matrix, None, transposed), group, dim, spans
+        lambda start, stop: _linear(x.narrow(dim, start, stop - start), matrix, None, transposed), group, spans
     ).wait()
+
+
+def _gathered_product(
+    part: Tensor, whole: Tensor, factor: Tensor, bias: Tensor | None, group: Group, spans: comm.Spans
+) -> Tensor:
+    """Fill `whole` (..., k) with the parts of all ranks, and return whole @ factor (k, m) + bias."""
+    dim = spans.dim
+    y = part.new_empty((*whole.shape[:-1], factor.shape[1]))
+    if bias is not None and bias.dtype is not part.dtype:
+        bias = bias.to(part.dtype)
+    # Products write to their place in y, also where each sample has some of the span.
+    samples, inner = prod(y.shape[:dim]), prod(y.shape[dim + 1 : -1])
+    places, factors = y.view(samples, y.shape[dim] * inner, y.shape[-1]), factor.expand(samples, *factor.shape)
+    for start, stop, values in comm.all_gather_in_turns(part, whole, group, spans):
+        place = places[:, start * inner : stop * inner]
+        rows = values.reshape(*place.shape[:-1], values.shape[-1])
+        if bias is None:
+            torch.bmm(rows, factors, out=place)
+        elif samples == 1:
+            torch.addmm(bias, rows[0], factor, out=place[0])  # on a GPU, the product adds the bias by itself
+        else:
+            torch.baddbmm(bias, rows, factors, out=place)
+    return y
+
+
+def _whole_shape(part: Tensor, layout: tuple[int, list[int]]) -> list[int]:
+    """Return the shape of the full tensor of which a rank holds a part."""
+    dim, sizes = layout
+    shape = list(part.shape)
+    shape[dim] = sum(sizes)
+    return shape
 
 
 # Transforms of `torch.func` need what `Function.apply` does around it.

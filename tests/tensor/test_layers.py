@@ -6,11 +6,13 @@ import pickle
 import time
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
@@ -556,14 +558,18 @@ def test_sequence_parallel(group, dim):
         same_by_name(model, whole, rules, group, "grad")
 
 
+def short_spans():
+    """Cut each product into as many spans as there may be."""
+    return patched(linear, "MIN_SPAN_BYTES", {"cpu": 1})
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_products_that_are_cut_into_spans(world):
     run(in_spans, world)
 
 
 def in_spans(group):
-    # Messages of any size are cut, as far as there are turns: with 2 ranks into 4 spans.
-    with patched(linear, "MIN_SPAN_BYTES", {"cpu": 1}):
+    with short_spans():
         for dim, lengths in ((0, (13, 7)), (1, (13, 7, 1))):
             model, whole, rules, partial = stream(group, dim)
             for length in lengths:
@@ -573,15 +579,55 @@ def in_spans(group):
                     m.zero_grad()
                 with recorded_communication() as records:
                     y = model(tokens)
-                turns = min(max(1, 4 // (group.size - 1)), min(sizes)) * (group.size - 1)
-                expected_ops = ["all_gather", *["exchange"] * turns] if turns else ["all_gather", "reduce_scatter"]
-                assert [record.op for record in records] == ["reduce_scatter", *expected_ops]
+                # With 2 ranks a part has 4 spans, if it has as many positions; with 4 ranks there are 3 turns.
+                turns = ["exchange"] * min(max(1, 4 // (group.size - 1)), min(sizes)) * (group.size - 1)
+                gather, reduce = (turns, turns) if turns else (["all_gather"], ["reduce_scatter"])
+                assert [record.op for record in records] == ["reduce_scatter", *gather, *reduce]
                 expected = whole(tokens)
                 torch.testing.assert_close(y, expected.split(sizes, dim)[group.rank])
-                y.pow(2).sum().backward()
+                with recorded_communication() as records:
+                    y.pow(2).sum().backward()
+                assert [record.op for record in records] == [*gather, "all_gather", *reduce, "all_gather"]
                 expected.pow(2).sum().backward()
                 finish_gradients(model, rules, partial, group)
                 same_by_name(model, whole, rules, group, "grad")
+
+
+@distributed(world_size=2)
+def test_a_product_starts_before_the_next_span_has_arrived(group):
+    events = []
+
+    def exchange(*args):
+        pending = comm.exchange(*args)
+        number = sum(event.startswith("send") for event in events) % 4
+        events.append(f"send {number}")
+        return SimpleNamespace(wait=lambda: events.append(f"wait {number}") or pending.wait())
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+                events.append("product")
+            return func(*args, **(kwargs or {}))
+
+    first, last = nn.Linear(6, 8), nn.Linear(8, 6)
+    Column(sequence_dim=1).apply(first, group)
+    Row(sequence_dim=1).apply(last, group)
+    x = torch.randn(2, first.inputs.lengths.divide(9)[group.rank], 6, requires_grad=True)
+    with short_spans(), patched(comm.collectives, "exchange", exchange), Products():
+        y = first(x)
+        # Two messages are in flight, so that the link is never idle.
+        gather = ["send 0", "send 1", "product", "wait 0", "send 2", "product", "wait 1", "send 3", "product"]
+        gather += ["wait 2", "product", "wait 3", "product"]
+        assert events == gather
+        events.clear()
+        y = last(y)
+        reduce = [event for number in range(4) for event in ("product", f"send {number}")] + ["product"]
+        waits = [f"wait {number}" for number in range(4)]
+        assert events == reduce + waits
+        events.clear()
+        y.sum().backward()
+        # Both weight gradients come last, and the one of the column layer before the waits for the sum.
+        assert events == [*gather, "product", *reduce, "product", *waits]
 
 
 @distributed(world_size=2)
