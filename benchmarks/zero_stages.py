@@ -1,6 +1,7 @@
 """A training step with state divided over replicas, or in host memory, against torch's own, as ratios.
 
     python benchmarks/zero_stages.py [MLP] [transformer] [--ranks 2] [--threads 1] [--rounds 12]
+    sudo python benchmarks/zero_stages.py late [--hosts 2] [--rate 300] [--forward-ms 100 200] [--rounds 3]
 
 All sides train equal copies of a model in one process group, in turn, a few steps each. With AdamW, peers are
 DistributedDataParallel with the whole optimizer (1.00 in each column), with torch's ZeroRedundancyOptimizer, and FSDP2:
@@ -8,28 +9,41 @@ once it keeps parameters gathered from forward to backward, once it gathers them
 `cpu_offload` shows the cost of its copies. With Muon for matrices and AdamW for other parameters, on the model of 200
 small layers, the peer is DistributedDataParallel (1.00), where each rank steps on all matrices. Ratios: medians of
 steps, bytes of the optimizers' state on a rank, and the most bytes alive besides the first parameters.
+
+late: replicas gather updated parameters at once after the step, or while the next forward runs. Hosts are network
+namespaces whose links are shaped by `tc tbf`. Layers sleep, as if devices computed: the given time in forward, twice as
+long in backward. A third step gathers nothing. Prints the waits of a host for parameters in `optimizer.step`, and the
+share of the gathering by which a step is longer than the third.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from data_parallel import Build, start
+from shaped_network import Network, unavailable
 from sleeping import LiveBytes
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import Patches
+from lightning_parallel.comm import Group, MeshGroups, Pending
+from lightning_parallel.compat import Patches, patched
 from lightning_parallel.data_parallel import GradientReducer, ParameterShards, ParameterSlices, ScatteringReducer
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.strategies.optimizers.owners import TensorOwners
@@ -218,5 +232,130 @@ def report(name: str, build: Build, group: Group, rounds: int) -> None:
             print(f"{name:36}{side:26}{ratios}", flush=True)
 
 
+# ---------------------------------------------------------------------------------------------------------------- late
+
+
+class _Sleep(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class SleepingLayer(nn.Linear):
+    """A layer that takes the time of a larger batch."""
+
+    seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, features) -> the same."""
+        return _Sleep.apply(super().forward(x), self.seconds)
+
+
+LATE_SIDES = ("at once", "late", "not at all")
+LAYERS, WIDTH = 8, 512
+
+
+def late_side(name: str, stage: int, group: Group) -> tuple[Callable[[], None], ParameterSlices, Optimizer]:
+    """A step of a model that sleeps; `name` says when replicas gather parameters."""
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(SleepingLayer(WIDTH, WIDTH) for _ in range(LAYERS))), torch.randn(1, WIDTH)
+    parameters, optimizer = dict(module.named_parameters()), torch.optim.SGD(module.parameters(), lr=1e-3)
+    slices = ParameterSlices(parameters, group)
+    slices.divide(optimizer, Patches())
+    if name == "late":
+        slices.gather_late(module)
+    elif name == "not at all":
+        slices._gather = lambda *_: None  # type: ignore[method-assign]
+    reducer = ScatteringReducer(parameters, slices) if stage == 2 else GradientReducer(parameters, group)
+    return stepper(module, x, [optimizer], reducer.reduce)[0], slices, optimizer
+
+
+def time_late(options: argparse.Namespace) -> None:
+    """Measure the sides, as one host among others; the first one writes the results."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://{options.address}:29500", rank=options.rank, world_size=options.hosts)
+    group = Group.of(axis="data_parallel")
+    found = []
+    for stage in (1, 2):
+        made = [late_side(name, stage, group) for name in LATE_SIDES]
+        for forward_ms in options.forward_ms:
+            SleepingLayer.seconds = forward_ms / 1e3 / LAYERS
+            seconds = [statistics.median(times) for times in timed([step for step, *_ in made], options.rounds)]
+            counts = [_waits(*side) for side in made]
+            dist.barrier()
+            begin = time.perf_counter()
+            own = ParameterSlices._gather
+            own(made[0][1], list(made[0][1]._parameters.values()), {})
+            alone_s = time.perf_counter() - begin
+            found.append((stage, forward_ms, seconds, counts, alone_s))
+    if group.rank == 0:
+        Path(options.results).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _waits(step: Callable[[], None], slices: ParameterSlices, optimizer: Optimizer) -> int:
+    """Count how often `optimizer.step` waits for a message."""
+    counted, inside, own_wait, own_step = [0], [False], Pending.wait, optimizer.step
+
+    def wait(pending: Pending) -> Any:
+        counted[0] += inside[0]
+        return own_wait(pending)
+
+    def step_watched() -> None:
+        inside[0] = True
+        own_step()
+        inside[0] = False
+
+    with patched(Pending, "wait", wait), patched(optimizer, "step", step_watched):
+        step()
+    slices.settle()
+    return counted[0]
+
+
+def show_late(options: argparse.Namespace) -> None:
+    """Print a row for each stage, time of computation and side."""
+    if reason := unavailable():
+        print(f"late gathers are skipped: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder, Network(options.hosts, options.rate) as network:
+        results = Path(folder) / "results.json"
+        script = [sys.executable, __file__, *sys.argv[1:], "--results", str(results), "--address", network.address(0)]
+        network.run([[*script, "--rank", str(host)] for host in range(options.hosts)], deadline_s=600)
+        found = json.loads(results.read_text())
+    print(f"{options.hosts} hosts, {options.rate} Mbit/s, {LAYERS} layers of {WIDTH} x {WIDTH} that sleep")
+    print(f"{'stage':>5} {'forward':>8} {'gather':12} {'waits':>6} {'step':>8} {'exposed':>8}")
+    for stage, forward_ms, seconds, counts, alone_s in found:
+        for name, taken, waits in zip(LATE_SIDES, seconds, counts):
+            exposed = (taken - seconds[-1]) / alone_s
+            print(
+                f"{stage:5} {forward_ms:5.0f} ms {name:12} {waits:6} {taken * 1e3:5.0f} ms {exposed:8.2f}", flush=True
+            )
+
+
+def late() -> None:
+    """Read the options of `late`, and measure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", type=int, default=300, help="Mbit/s")
+    parser.add_argument("--forward-ms", type=float, nargs="+", default=[100, 200])
+    parser.add_argument("--rounds", type=int, default=3)
+    for hidden in ("--address", "--results", "--rank"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS, type=int if hidden == "--rank" else str)
+    options = parser.parse_args()
+    (show_late if options.rank is None else time_late)(options)
+
+
 if __name__ == "__main__":
-    start(__doc__ or "", f"against DistributedDataParallel\n{'':62}{'step':>10}{'state':>10}{'alive':>10}", report)
+    if "late" in sys.argv[1:2]:
+        late()
+    else:
+        start(__doc__ or "", f"against DistributedDataParallel\n{'':62}{'step':>10}{'state':>10}{'alive':>10}", report)

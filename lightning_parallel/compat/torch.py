@@ -184,6 +184,7 @@ __all__ = [
     "schema_of",
     "sharded_flat_parameters",
     "storage_address",
+    "tensors_of_memory",
     "swap_tensor_impl",
     "to_copy",
     "uncompiled_call_of",
@@ -779,6 +780,12 @@ current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Identify a storage among all living storages. `data_ptr()` is 0 for each empty storage and changes on resize."""
     return storage._cdata
+
+
+def tensors_of_memory(tensor: Tensor) -> int:
+    """Return the number of tensors that use the memory of a tensor, this one and saved ones of autograd included."""
+    # One more than tensors: the object of Python that names the storage.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1
 
 
 def has_data(tensor: Tensor) -> bool:

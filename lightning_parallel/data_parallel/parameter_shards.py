@@ -25,7 +25,6 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.compat.torch import (
-    WITHOUT_VALUES,
     DisableTorchFunctionSubclass,
     base_of,
     is_backward_running,
@@ -33,49 +32,12 @@ from lightning_parallel.compat.torch import (
     saved_tensors_hooks_now,
     version_of,
 )
+from lightning_parallel.data_parallel.absent_parameters import hollow_data, set_absent, set_present
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.host_steps import put_data
 from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
 
-__all__ = ["AbsentParameter", "ParameterShards"]
-
-_PROPERTIES: Any = Tensor
-_GET_DATA = _PROPERTIES.data.__get__
-_SET_DATA = _PROPERTIES.data.__set__
-_OF_DATA = {_GET_DATA, _SET_DATA} | {
-    getattr(_PROPERTIES, name).__get__ for name in ("real", "imag", "T", "mT", "H", "mH")
-}
-
-
-class AbsentParameter(nn.Parameter):
-    """Class of a parameter without data: a function of it gathers the slices first; see `ParameterShards`.
-
-    Attributes:
-        gather_slices: Makes parameters present.
-    """
-
-    gather_slices: Any = None  # an attribute of the class, too, by which other classes know this one
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.gather_slices(self)
-        return nn.Parameter.__deepcopy__(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.gather_slices(self)
-        return nn.Parameter.__reduce_ex__(self, protocol)
-
-    @classmethod
-    @torch.compiler.disable  # compiled code leaves its graph where it meets an absent parameter
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in WITHOUT_VALUES or (name in ("__get__", "__set__", "__delete__") and func not in _OF_DATA):
-            with DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)).gather_slices((args, kwargs))
-        return func(*args, **kwargs)
+__all__ = ["ParameterShards"]
 
 
 class _Unit:
@@ -106,7 +68,7 @@ class _Unit:
         self.name = name
         self.mark = mark
         self.parameters = list(parameters)
-        self.hollow = [_hollow(parameter) for parameter in parameters]
+        self.hollow = [hollow_data(parameter) for parameter in parameters]
         self.widths = widths
         kinds: dict[Any, list[int]] = {}
         for index, parameter in enumerate(parameters):
@@ -207,19 +169,7 @@ class ParameterShards(ParameterSlices):
     # ----------------------------------------------------------------------------------------- absent and present
 
     def _set_absent(self, unit: _Unit, index: int, gradient: Tensor | None) -> None:
-        parameter = unit.parameters[index]
-        parameter.__dict__["gather_slices"] = self.gather
-        # A step over the tensor axis shows the parameter in another class, which looks for `gather_slices` as well.
-        if type(parameter) is nn.Parameter:
-            parameter.__class__ = AbsentParameter
-        put_data(parameter, unit.hollow[index], gradient)
-
-    def _set_data(self, parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
-        parameter.__dict__.pop("gather_slices", None)
-        kind: type = type(parameter)
-        if kind is AbsentParameter:
-            parameter.__class__ = nn.Parameter
-        put_data(parameter, data, gradient)
+        set_absent(unit.parameters[index], unit.hollow[index], gradient, self.gather)
 
     def gather(self, arguments: Any) -> None:
         """Make the absent parameters among arguments present; every replica must call it.
@@ -272,7 +222,7 @@ class ParameterShards(ParameterSlices):
                 full = torch.empty(unit.hollow[index].shape, dtype=columns.dtype, device=columns.device)
                 write_columns(full, columns)
                 self.traffic.add(full.nbytes)
-                self._set_data(parameter, full, parameter.grad)
+                set_present(parameter, full, parameter.grad)
                 # All empty tensors have the address 0.
                 if address := full.untyped_storage().data_ptr():
                     self._owner[address] = parameter
@@ -442,7 +392,7 @@ class ParameterShards(ParameterSlices):
                 kept, gradient = parameter.grad, self.cut(parameter.grad)
             self._whole[parameter] = unit.hollow[index], kept
             mine = unit.slices[index].view(-1, *[1] * (unit.hollow[index].dim() - 1))
-            self._set_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
+            set_present(parameter, mine, None if gradient is None else gradient.view(mine.shape))
 
     def _absent(self, unit: _Unit) -> None:
         if unit.is_present:
@@ -602,13 +552,6 @@ _MARKS = 16
 
 def _same(saved: Any) -> Any:
     return saved
-
-
-def _hollow(parameter: Tensor) -> Tensor:
-    """Return a tensor of the shape of a parameter in the memory of one element: NaN, so that a leak is seen."""
-    value = float("nan") if parameter.is_floating_point() else 0
-    with torch.inference_mode(False):
-        return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

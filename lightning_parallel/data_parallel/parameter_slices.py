@@ -4,14 +4,19 @@
 
 A parameter is *narrow* while its data and gradient are this replica's slice, and *whole* otherwise. It stays the same
 object, so parameter groups, schedulers and clipping work without a change. An elementwise optimizer sees no difference.
-When parameters become whole again, the replicas gather the updated slices.
+When parameters become whole again, the replicas gather the updated slices. With `gathers_late` they do so while the
+next forward runs: a parameter is *absent* until its message has arrived, and its first function waits.
+
+    step       [ optimizer ][ begin all gathers ]
+    forward                                      [ layer 0 ][ layer 1 ] ... each waits for its own parameters
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -24,12 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of
+from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of, storage_address, tensors_of_memory
+from lightning_parallel.data_parallel.absent_parameters import Arrivals, is_foreign
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.host_steps import HostSteps, put_data
 
 __all__ = [
     "MOST_IN_FLIGHT",
+    "MOST_LATE",
     "ParameterSlices",
     "check_divisible",
     "padded_to",
@@ -39,6 +46,7 @@ __all__ = [
 
 
 MOST_IN_FLIGHT = 2  # buckets under way while another one is made
+MOST_LATE = 8  # the same for buckets of parameters that arrive while the next forward runs
 
 
 class ParameterSlices:
@@ -53,6 +61,7 @@ class ParameterSlices:
         traffic: Buckets of parameters in flight.
         holds_gradients: Whether gradients are slices now, after the reduction; the same on all ranks.
         stays_for_step: Whether gathered parameters stay full until the end of the step.
+        gathers_late: Whether the replicas gather the slices of a step while the next forward runs.
         host: Runs the steps of optimizers in host memory; None on the device.
 
     Raises:
@@ -68,10 +77,12 @@ class ParameterSlices:
         self.group = group
         self._bucket_bytes = bucket_bytes
         self.host: HostSteps | None = None
+        self._arrivals = Arrivals()
         self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
         self.stays_for_step = False
+        self.gathers_late = False
         # By narrow parameter: its full data, and its full gradient if `widen` must restore the gradient.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._freed: set[int] = set()
@@ -90,9 +101,11 @@ class ParameterSlices:
         Raises:
             ValueError: If a parameter is complex.
         """
+        self.settle()
         if self.group.size > 1:
             check_divisible(parameters)
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self._position = {key: index for index, key in enumerate(self._parameters)}
         if self.host is not None:
             self.host.keep(self._parameters)
 
@@ -148,6 +161,7 @@ class ParameterSlices:
 
     def begin(self) -> None:
         """Note that gradients are slices until `widen`; every rank must call it."""
+        self.settle()
         self.holds_gradients = True
         self._freed.clear()
 
@@ -172,6 +186,7 @@ class ParameterSlices:
             parameter: A parameter for which `divides` is true.
             gradient: Slice of its gradient. None takes the slice from `.grad`, which `widen` restores.
         """
+        self.settle()
         whole = parameter.data
         kept = None
         if gradient is None and parameter.grad is not None:
@@ -187,6 +202,11 @@ class ParameterSlices:
         Args:
             gathered: Parameters whose slices the replicas gather, the same on all replicas; narrow or not.
         """
+        self._gather(gathered, self._restore())
+
+    def _restore(self) -> dict[Tensor, Tensor]:
+        """Give narrow parameters their full data; return their slices, as the last step has left them."""
+        # A function of its own, so that no variable of `widen` holds the full data; see `_may_be_late`.
         updated = {parameter: parameter.data for parameter in self._whole}
         for parameter, (whole, gradient) in self._whole.items():
             if gradient is None and parameter.grad is not None:
@@ -194,7 +214,7 @@ class ParameterSlices:
             put_data(parameter, whole, gradient)
         self._whole = {}
         self.holds_gradients = False
-        self._gather(list(gathered), updated)
+        return updated
 
     def in_pass(self, is_last: bool = True) -> AbstractContextManager[None]:
         """Run a pass of the model inside the block; `is_last` unless a backward pass follows."""
@@ -210,19 +230,64 @@ class ParameterSlices:
 
     def show(self) -> None:
         """Prepare the parameters for code that sees them in full, until `hide`."""
+        self.settle()
+
+    def gather_late(self, module: nn.Module) -> None:
+        """Gather the slices of each step while the next forward runs, from now on."""
+        self.gathers_late = True
+        self._arrivals.watches_calls = any(
+            is_foreign(owner) and any(self.divides(each) for each in owner.parameters(recurse=False))
+            for owner in module.modules()
+        )
+
+    def settle(self) -> None:
+        """Wait for all parameters that are on their way; no message."""
+        self._arrivals.take_all()
 
     def hide(self) -> None:
         """End what `show` began."""
 
-    def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
+    def _gather(self, parameters: Iterable[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         if self.group.size == 1:
             return  # the slice is the parameter
-        direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
-        # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
-        pending = [comm.all_gather_(p.data.view(self.group.size, -1), self.group, async_op=True) for p in direct]
-        self._gather_buckets([parameter for parameter in parameters if not self._is_in_rows(parameter)], updated)
-        for each in pending:
-            each.wait()
+        waits: list[Callable[[], None]] = []
+        buckets: list[Callable[[], None]] = []  # under way
+        for members in self._messages_of(parameters):
+            # Before the message, which holds their memory as well.
+            is_late = self.gathers_late and all(self._may_be_late(p, updated) for p in members)
+            is_bucket = not self._is_in_rows(members[0])
+            wait = self._send_bucket(members, updated) if is_bucket else self._send_rows(members[0])
+            if is_late:
+                self._arrivals.expect(members, wait)
+                wait = partial(self._arrivals.take, members)
+            else:
+                waits.append(wait)
+            # A limit for memory: each bucket in flight holds the slices of all replicas.
+            if is_bucket:
+                buckets.append(wait)
+                if len(buckets) > (MOST_LATE if self.gathers_late else MOST_IN_FLIGHT):
+                    buckets.pop(0)()
+        for wait in waits:
+            wait()
+
+    def _messages_of(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters that travel together, in the order of the model; the same on all replicas."""
+        ordered = sorted(set(parameters), key=lambda parameter: self._position[id(parameter)])
+        small = {str(self._position[id(p)]): p for p in ordered if not self._is_in_rows(p)}
+        sizes = {name: p.numel() * p.element_size() for name, p in small.items()}
+        buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (small[name].dtype, small[name].device))
+        messages = [[small[name] for name in names] for names in buckets]
+        messages += [[parameter] for parameter in ordered if self._is_in_rows(parameter)]
+        # The next forward reads them in about this order.
+        return sorted(messages, key=lambda members: self._position[id(members[0])])
+
+    def _may_be_late(self, parameter: nn.Parameter, updated: Mapping[Tensor, Tensor]) -> bool:
+        """Return whether code can read the memory of a parameter only through the parameter.
+
+        Call it where the parameter is whole, and nothing but `updated` has its slice.
+        """
+        own = 1 if parameter not in updated or not _shares_memory(parameter, updated[parameter]) else 2
+        return type(parameter) is nn.Parameter and tensors_of_memory(parameter) == own
 
     def _is_in_rows(self, parameter: nn.Parameter) -> bool:
         """Return whether the slices of a large parameter are the rows of its memory; the same on all replicas."""
@@ -230,27 +295,25 @@ class ParameterSlices:
         is_large = numel * parameter.element_size() >= _DIRECT_BYTES * self.group.size
         return is_large and parameter.is_contiguous() and self.width(numel) * self.group.size == numel
 
-    def _gather_buckets(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
-        found = {str(index): parameter for index, parameter in enumerate(parameters)}
-        sizes = {name: p.numel() * p.element_size() for name, p in found.items()}
-        buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (found[name].dtype, found[name].device))
-        flights: list[tuple[list[nn.Parameter], Pending]] = []
-        for bucket in buckets:
-            members = [found[name] for name in bucket]
-            slices = [updated[p] if p in updated else self.cut(p.data) for p in members]
-            row = torch.cat([padded_to(self.width(p.numel()), mine) for p, mine in zip(members, slices)])
-            self.traffic.add(row.nbytes * (1 + self.group.size))
-            flights.append((members, comm.all_gather(row, self.group, async_op=True)))
-            # A limit for memory: each bucket in flight holds the slices of all replicas.
-            if len(flights) > MOST_IN_FLIGHT:
-                self._land(*flights.pop(0))
-        for flight in flights:
-            self._land(*flight)
+    def _send_rows(self, parameter: nn.Parameter) -> Callable[[], None]:
+        """Begin to gather a parameter into its own memory; return the function that waits."""
+        # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
+        rows = parameter.data.view(self.group.size, -1)
+        return comm.all_gather_(rows, self.group, async_op=True).wait
 
-    def _land(self, members: Sequence[nn.Parameter], pending: Pending) -> None:
+    def _send_bucket(self, members: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> Callable[[], None]:
+        """Begin to gather small parameters; return the function that waits and writes them."""
+        slices = [updated[p] if p in updated else self.cut(p.data) for p in members]
+        row = torch.cat([padded_to(self.width(p.numel()), mine) for p, mine in zip(members, slices)])
+        self.traffic.add(row.nbytes * (1 + self.group.size))
+        pending = comm.all_gather(row, self.group, async_op=True)
+        return partial(self._land, [p.data for p in members], pending)
+
+    def _land(self, members: Sequence[Tensor], pending: Pending) -> None:
+        """Wait for a bucket, and write it into the full data of its parameters."""
         rows = pending.wait().view(self.group.size, -1)
-        for parameter, columns in zip(members, rows.split([self.width(p.numel()) for p in members], 1)):
-            write_columns(parameter.data, columns)
+        for whole, columns in zip(members, rows.split([self.width(each.numel()) for each in members], 1)):
+            write_columns(whole, columns)
         self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
 
     def restore(self) -> None:
@@ -258,8 +321,14 @@ class ParameterSlices:
         self.widen()
 
     def close(self) -> None:
-        """Make parameters whole, with their values before a failed step, and remove all hooks."""
+        """Make parameters whole, with their values before a failed step, and remove all hooks.
+
+        A parameter whose message failed stays absent, and a read of it raises the error of the message.
+        """
+        self.gathers_late = False
         self.widen()
+        with suppress(RuntimeError):
+            self.settle()
         for hook in (*self._hooks, *self._step_hooks):
             hook.remove()
         self._hooks.clear()
@@ -332,6 +401,7 @@ class ParameterSlices:
             if is_first:
                 self._cut_state(optimizer)  # a step that ran during `divide` may have made state of full parameters
                 is_first = False
+            self.settle()
             parameters = self._trained(optimizer)
             for parameter in parameters:
                 if parameter.grad is not None and not self.is_narrow(parameter):
@@ -480,6 +550,10 @@ def _hooks_put_off(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for hooks, own in zip(registries, held):
             hooks.update(own)
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return storage_address(one.untyped_storage()) == storage_address(other.untyped_storage())
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_parallel.comm.gradient_sums import HALF_DTYPES
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
-from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, MOST_LATE
 from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rehearsal import Divided
@@ -147,7 +147,8 @@ class RankMemory:
         if zero_stage > 0 and replicas > 1:
             optimizer /= replicas
             # Buckets of updated parameters: this rank's slices, and all slices.
-            few = min(held.trained_bytes, (MOST_IN_FLIGHT + 1) * BUCKET_BYTES)
+            most = MOST_IN_FLIGHT if zero_stage == 3 else MOST_LATE
+            few = min(held.trained_bytes, (most + 1) * BUCKET_BYTES)
             buckets = max(buckets if zero_stage == 1 else 0, few * (1 + 1 / replicas))
             if zero_stage >= 2 and not accumulates:
                 # Sending frees the full gradients bucket by bucket. In the end only slices remain.

@@ -94,7 +94,9 @@ from lightning_parallel.strategies.optimizers.zero import (
     check_zero_stage,
     divide_optimizers,
     follow_other_steps,
+    gather_late,
     make_slices,
+    settle_before_graphs,
     take_shards,
 )
 from lightning_parallel.strategies.options import (
@@ -524,6 +526,8 @@ class MeshStrategy(MeshProcesses):
             is_repeated = run.engine is not None and run.engine.plan.schedule.num_microbatches > 1
             run.slices.stays_for_step = self.reshard == "step" or (self.reshard == "auto" and is_repeated)
             follow_other_steps(run.slices, self.groups.world, self._patches)
+            if self.root_device.type == "cuda":
+                settle_before_graphs(run.slices, self._patches)
         if self.steps_on_host:
             parameters = dict(self.module.named_parameters())
             # Without ZeRO each rank steps on all its parameters, which are one slice each.
@@ -760,6 +764,11 @@ class MeshStrategy(MeshProcesses):
             self._chance.end_step()
         return output
 
+    def _settle(self) -> None:
+        """Wait for parameters that are on their way, before other code than a step of training."""
+        if self._run is not None and self._run.slices is not None:
+            self._run.slices.settle()
+
     def _pass(self, is_last: bool = True) -> AbstractContextManager[None]:
         slices = self.run.slices
         return nullcontext() if slices is None else slices.in_pass(is_last)
@@ -909,6 +918,7 @@ class MeshStrategy(MeshProcesses):
     @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self.run
+        self._settle()
         if run.is_restored:
             return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
@@ -973,6 +983,7 @@ class MeshStrategy(MeshProcesses):
         run = self.run
         watch = run.model_watch
         assert watch is not None, "a watch found the changes"
+        self._settle()
         found = watch.differences() if watch.has_new_model else None
         with comm.failing_together(self.groups.world):
             if found is not None:
@@ -989,6 +1000,8 @@ class MeshStrategy(MeshProcesses):
             )
         if found is not None:
             run.adopt(found)
+            if run.slices is not None and not run.slices.keeps_slices:
+                gather_late(run.slices, self.module, self.groups)
         # If any stage has changed: all ranks must prepare their optimizers together.
         if run.reducer is not None and any(has_new or changes is not None for has_new, changes in everyone):
             self._take_optimizers()
@@ -1026,6 +1039,7 @@ class MeshStrategy(MeshProcesses):
             Values on rank zero only. For a sharded checkpoint, tensors without data that know the part of this rank.
         """
         run = self.run
+        self._settle()
         if not run.is_restored:
             self.agree_on_changes()
         if not self.is_sharded:
@@ -1079,6 +1093,7 @@ class MeshStrategy(MeshProcesses):
     @on_parts
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         run = self.run
+        self._settle()
         if run.hook_watch is not None:
             run.hook_watch.gather_saved(checkpoint)
         path, is_apart = self.path_of_parts(filepath)

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterShards, ParameterSlices, check_divisible, put_data
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
@@ -44,8 +45,10 @@ __all__ = [
     "check_zero_stage",
     "divide_optimizers",
     "follow_other_steps",
+    "gather_late",
     "make_slices",
     "refuse_zero_stage",
+    "settle_before_graphs",
 ]
 
 ZeroStage = Literal[0, 1, 2, 3]
@@ -122,7 +125,29 @@ def make_slices(
         if stage >= 2:
             # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
+        if not slices.keeps_slices:
+            gather_late(slices, module, groups)
     return slices
+
+
+def gather_late(slices: ParameterSlices, module: LightningModule, groups: MeshGroups) -> None:
+    """Let the replicas gather the slices of a step under the next forward, if its code is known to wait for them."""
+    # Compiled code would leave its graph at each absent parameter.
+    slices.gathers_late = False
+    if module.automatic_optimization and groups.replica.size == 1 and not has_compiled_parts(module):
+        slices.gather_late(module)
+
+
+def settle_before_graphs(slices: ParameterSlices, patches: Patches) -> None:
+    """Wait for all parameters before a CUDA graph is recorded or runs, until `patches` are undone."""
+    for name in ("capture_begin", "replay"):
+        own = getattr(torch.cuda.CUDAGraph, name)
+
+        def settled(graph: Any, *args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> Any:
+            slices.settle()  # a graph reads memory without a function of the parameter
+            return own(graph, *args, **kwargs)
+
+        patches.replace(torch.cuda.CUDAGraph, name, settled)
 
 
 def begin_shards(

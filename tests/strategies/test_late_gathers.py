@@ -1,0 +1,259 @@
+"""Parameters that replicas gather while the next forward runs: no code sees them before they have arrived."""
+
+import copy
+import functools
+import io
+import tempfile
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.optim import SGD
+
+from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
+from lightning_parallel.data_parallel import AbsentParameter, parameter_slices
+from lightning_parallel.data_parallel.absent_parameters import Arrivals
+from tests.harness import distributed
+from tests.strategies.test_pipeline import Block, fit
+from tests.strict_order import strict_order
+
+
+def copied(module):
+    return copy.deepcopy(module.head).weight
+
+
+def saved(module):
+    torch.save(module.head, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False).weight
+
+
+def on_a_thread(module):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(module.head.weight.detach().clone()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def transformed(module):
+    def norm(given):
+        return torch.func.functional_call(module.head, given, torch.ones(8, dtype=torch.float64)).norm()
+
+    return torch.func.grad(norm)({name: p.detach() for name, p in module.head.named_parameters()})["weight"]
+
+
+def transformed_inside(module):
+    # The parameter itself is first read inside the transform.
+    return torch.func.vmap(lambda x: module.head.weight @ x)(torch.ones(3, 8, dtype=torch.float64))
+
+
+def changed(module):
+    with torch.no_grad():
+        module.head.weight.mul_(0.9)
+        module.blocks[0].up.weight.data.clamp_(-0.2, 0.2)
+    module.blocks[1].up.weight.data = module.blocks[1].up.weight.data * 0.9
+    return module.head.weight
+
+
+def on_one_rank(module):
+    # The replicas wait for parameters in another order. Their messages do not depend on it.
+    return (module.head.weight if module.trainer.global_rank else module.embed.weight).sum() * 0
+
+
+READS = {
+    "norms": lambda module: torch.stack([p.norm() for p in module.parameters()]),
+    "foreach": lambda module: torch.stack(torch._foreach_norm(list(module.parameters()))),
+    "data": lambda module: module.head.weight.data,
+    "numpy": lambda module: torch.from_numpy(module.head.weight.detach().numpy()),
+    "numbers": lambda module: torch.tensor(module.head.weight.tolist()),
+    "state dict": lambda module: module.state_dict()["head.weight"],
+    "vector": lambda module: nn.utils.parameters_to_vector(module.parameters()),
+    "copied": copied,
+    "saved": saved,
+    "thread": on_a_thread,
+    "transformed": transformed,
+    "transformed inside": transformed_inside,
+    "changed": changed,
+    "alias": lambda module: module.alias,
+    "one rank": on_one_rank,
+}
+
+
+class Kernel(nn.Module):
+    """Computes as an extension in C++ does: no function of torch sees its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8,), 0.9))
+
+    def forward(self, x):
+        with DisableTorchFunctionSubclass():
+            return x * self.weight
+
+
+class Reads(LightningModule):
+    """Reads weights outside of its layers, before the layers run; notes which are absent when a step begins.
+
+    Has no hook between two steps.
+    """
+
+    def __init__(self, how="layers"):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(12, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.kernel = Kernel()
+        self.head = nn.Linear(8, 5)
+        self.double()
+        self.how, self.absent = how, []
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.kernel(x))
+
+    def on_fit_start(self):
+        if self.how == "alias":
+            self.alias = self.head.weight.detach()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.absent.append({name for name, p in self.named_parameters() if isinstance(p, AbsentParameter)})
+        factor = READS[self.how](self).double().square().mean() if self.how in READS else 1.0
+        return F.cross_entropy(self(x), y) * (1 + factor)
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1, momentum=0.5)
+
+
+def assert_equal(module, expected, name=""):
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[key], value, rtol=1e-10, atol=1e-12, msg=f"{name}: {key}")
+
+
+@functools.cache
+def alone(how):
+    module = Reads(how)
+    fit(module, "auto", 1, limit_val_batches=0)
+    return module
+
+
+@contextmanager
+def one_message_each():
+    """Let each parameter travel alone, some of them in their own memory."""
+    own = parameter_slices.fill_buckets
+    with (
+        patched(parameter_slices, "fill_buckets", lambda sizes, _, kind: own(sizes, 1, kind)),
+        patched(parameter_slices, "_DIRECT_BYTES", 150),
+        patched(parameter_slices, "MOST_LATE", 99),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@distributed(world_size=2)
+def test_code_that_reads_weights_waits_for_them(group, stage):
+    for how in ["layers", *READS] if stage == 1 else ["layers", "norms"]:
+        module = Reads(how)
+        with one_message_each(), strict_order(how == "one rank"):
+            fit(module, HybridParallelStrategy(zero_stage=stage), 2, 2, limit_val_batches=0)
+        assert_equal(module, alone(how), how)
+        everything = {name for name, _ in module.named_parameters()}
+        assert module.absent[0] == set(), how
+        assert module.absent[1] == everything - ({"head.weight"} if how == "alias" else set()), how
+        assert not any(isinstance(p, AbsentParameter) for p in module.parameters()), how
+
+
+class Looks(Callback):
+    """Reads weights in each of its hooks between two steps; they are there, and equal on both replicas."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        assert not any(isinstance(p, AbsentParameter) for p in module.parameters())
+        with DisableTorchFunctionSubclass():
+            self.seen.append(sum(p.detach().square().sum() for p in module.parameters()))
+
+    on_before_zero_grad = on_validation_start = on_train_batch_end
+
+    def on_train_epoch_end(self, trainer, module):
+        self.on_train_batch_end(trainer, module)
+        with torch.no_grad():
+            module.embed.weight.mul_(0.9)
+
+
+class Stops(Reads):
+    """Is evaluated after each step, saves itself, and ends with an error in the middle."""
+
+    def __init__(self, how="layers", last=99):
+        super().__init__(how)
+        self.last = last
+
+    def training_step(self, batch, index):
+        if self.global_step == self.last:
+            raise KeyError("the end")
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.log("loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@distributed(world_size=2)
+def test_hooks_evaluation_files_and_errors_wait(group, stage):
+    expected, looks = Stops(), Looks()
+    fit(expected, "auto", 1, val_check_interval=1, callbacks=[looks])
+    module, found = Stops(), Looks()
+    fit(module, HybridParallelStrategy(zero_stage=stage), 2, 2, val_check_interval=1, callbacks=[found])
+    assert_equal(module, expected)
+    torch.testing.assert_close(found.seen, looks.seen, rtol=1e-10, atol=1e-12)
+    assert len(module.absent[1]) == 0
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(comm.broadcast_object(folder, group))
+        for strategy, devices in (("auto", 1), (HybridParallelStrategy(zero_stage=stage), 2)):
+            # Without another hook: only the save itself waits.
+            name = f"{devices} on {group.rank}" if devices == 1 else "2"
+            saves = ModelCheckpoint(folder, name, every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+            fit(Reads(), strategy, devices, devices, limit_val_batches=0, callbacks=[saves], enable_checkpointing=True)
+        files = [torch.load(folder / f"{name}.ckpt")["state_dict"] for name in (f"1 on {group.rank}", "2")]
+        torch.testing.assert_close(files[0], files[1], rtol=1e-10, atol=1e-12)
+    ended = []
+    for strategy, devices in (("auto", 1), (HybridParallelStrategy(zero_stage=stage), 2)):
+        ended.append(Stops(last=3))
+        with pytest.raises(KeyError):
+            fit(ended[-1], strategy, devices, devices, limit_val_batches=0)
+    assert len(ended[1].absent) == 3
+    assert_equal(ended[1], ended[0])
+
+
+def test_a_message_is_awaited_once_and_its_error_stays():
+    first, second, third = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    arrivals, waits = Arrivals(), []
+
+    def fail():
+        raise RuntimeError("the connection is closed")
+
+    arrivals.expect([first, second], lambda: waits.append(len(waits)))
+    arrivals.expect([third], fail)
+    assert first.shape == (3,)
+    assert not waits
+    assert (first + second).sum() == 6
+    assert (waits, type(second)) == ([0], nn.Parameter)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the connection is closed"):
+            third.sum()
+    with DisableTorchFunctionSubclass():
+        assert third.isnan().all()  # not the values of before
+        with pytest.raises(RuntimeError, match="data pointer"):
+            third.data_ptr()
