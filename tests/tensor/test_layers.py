@@ -6,6 +6,7 @@ import pickle
 import time
 import weakref
 from contextlib import nullcontext
+from functools import partial as partial_of
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.kept import KeptResults
 from lightning_parallel.compat import patched
 from lightning_parallel.tensor import linear
 from lightning_parallel.tensor.autograd import (
@@ -40,6 +42,7 @@ from lightning_parallel.tensor.linear import shared_inputs
 from lightning_parallel.tensor.pieces import Piece
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
 from tests.harness import distributed, recorded_communication, run
+from tests.strict_order import strict_order
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])  # shards of one size and of several
@@ -563,13 +566,13 @@ def short_spans():
     return patched(linear, "MIN_SPAN_BYTES", {"cpu": 1})
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_products_that_are_cut_into_spans(world):
-    run(in_spans, world)
+@pytest.mark.parametrize(("world", "in_order"), [(2, False), (4, False), (4, True)])
+def test_products_that_are_cut_into_spans(world, in_order):
+    run(in_spans, world, in_order=in_order)
 
 
-def in_spans(group):
-    with short_spans():
+def in_spans(group, in_order):
+    with short_spans(), strict_order() if in_order else nullcontext():
         for dim, lengths in ((0, (13, 7)), (1, (13, 7, 1))):
             model, whole, rules, partial = stream(group, dim)
             for length in lengths:
@@ -591,6 +594,50 @@ def in_spans(group):
                 expected.pow(2).sum().backward()
                 finish_gradients(model, rules, partial, group)
                 same_by_name(model, whole, rules, group, "grad")
+
+
+@distributed(world_size=2)
+def test_spans_in_layers_that_are_recomputed_frozen_or_cast(group):
+    tokens = torch.randint(9, (3, 9))
+    for case in ("kept", "recomputed", "reentrant", "frozen", "no bias", "no gradient", "autocast"):
+        model, whole, rules, partial = stream(group, 1)
+        for m in (model, whole):
+            m.mlp.gate.requires_grad_(case != "frozen")
+            m.mlp.down.weight.requires_grad_(case != "frozen")
+            if case == "no bias":
+                m.mlp.up.bias = m.mlp.down.bias = None
+            elif case == "autocast":
+                m.float()
+        if case in ("kept", "recomputed", "reentrant"):
+            results = KeptResults()
+            options = {"context_fn": lambda results=results: (results, results)} if case == "kept" else {}
+            model.mlp.forward = partial_of(checkpoint, model.mlp.forward, use_reentrant=case == "reentrant", **options)
+        with (
+            short_spans(),
+            torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"),
+            torch.set_grad_enabled(case != "no gradient"),
+            recorded_communication() as forward,
+        ):
+            y = model(tokens)
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            expected = whole(tokens)
+        tolerance = 5e-2 if case == "autocast" else 1e-10
+        torch.testing.assert_close(y, expected.split([5, 4], 1)[group.rank], rtol=tolerance, atol=tolerance)
+        # Without gradients, layers do not share an input.
+        assert ops(forward).count("exchange") == (12 if case in ("no gradient", "reentrant") else 8), case
+        if case == "no gradient":
+            continue
+        with short_spans(), recorded_communication() as backward:
+            y.pow(2).sum().backward()
+        # A second run that keeps its results sends nothing.
+        assert ops(backward).count("exchange") == (16 if case in ("recomputed", "reentrant") else 8), case
+        expected.pow(2).sum().backward()
+        finish_gradients(model, rules, partial, group)
+        same_by_name(model, whole, rules, group, "grad", tolerance)
+
+
+def ops(records):
+    return [record.op for record in records]
 
 
 @distributed(world_size=2)
