@@ -10,6 +10,9 @@ Backward of column-parallel layers that share one input x (..., in), such as que
 There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs. Pipeline
 schedules that split the backward put dW off (`comm.weight_gradients`). Until then x and g are kept, with sequence
 parallelism the gathered ones.
+
+With sequence parallelism, large tensors travel in spans of positions. A product runs on one span while the next one
+arrives, and a span of its result leaves while the next one is computed.
 """
 
 from __future__ import annotations
