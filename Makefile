@@ -5,6 +5,8 @@ BIN := .venv/bin
 EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
+# Many tests start an interpreter: without bytecode each would compile the package, which takes a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train learn test test-more test-gpu test-projects docs lint format bench gpu clean
 
@@ -20,17 +22,22 @@ learn: .venv/installed
 # A test may lose a race on a loaded machine. Failed tests therefore run once more, alone, and must pass then.
 # An internal error or the crash of a worker has another exit status than failed tests, and fails at once.
 PYTEST := $(BIN)/python -m pytest -q
-test: .venv/installed
-	@echo "About 3,500 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
+define run_tests
 	@rm -rf .pytest_cache
-	@$(PYTEST) -m "not (gpu or ray or browser)" -n auto --dist worksteal; status=$$?; \
+	@$(PYTEST) -m $(1) -n auto --dist worksteal; status=$$?; \
 	[ $$status -eq 1 ] || exit $$status; \
 	echo; echo "These tests failed beside others. They run again, alone:"; \
 	$(PYTEST) -vv -n 0 --last-failed --last-failed-no-failures none
+endef
 
-# What takes a cluster of Ray or a browser.
+test: .venv/installed
+	@echo "About 3,300 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
+	$(call run_tests,"not (gpu or ray or browser or more)")
+
+# The other cases of costly tests, and tests that take a cluster of Ray or a browser.
 test-more: .venv/browser .venv/ray
 	$(BIN)/python -m pytest -q -rs -m "ray or browser"
+	$(call run_tests,"more and not (gpu or ray or browser)")
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu

@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Spare a run without Ray's tests the imports of Ray, which take seconds in each worker."""
     _, _, excluded = str(config.getoption("markexpr")).partition("not")
     return True if collection_path.name == "test_ray.py" and "ray" in excluded else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark with `more` all cases of a `sweep` but one."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        if seen[name] != sweep.kwargs.get("kept", 0):
+            item.add_marker("more")
+        seen[name] += 1
 
 
 _crashed: list[object] = []

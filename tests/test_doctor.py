@@ -73,6 +73,7 @@ def test_processes_meet_and_measure_their_link():
     assert "ranks" not in second.stdout
 
 
+@pytest.mark.sweep(kept=None)
 def test_a_rank_that_does_not_come_is_named():
     started = [*meet([0], 2, 3), *meet([1], 2, 3)]  # two places, at once
     alone, late = (rank() for rank in started)

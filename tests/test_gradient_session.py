@@ -248,6 +248,7 @@ class FailingMidway(PowerSGD):
                     raise ArithmeticError("here")
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_failure_on_one_rank_sends_nothing_in_place_of_what_the_other_waits_for(group):
     (first, second), orders = _twin_groups(timeout_s=4)

@@ -7,6 +7,8 @@ import zipfile
 from pathlib import Path
 from sysconfig import get_path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
 import lightning_parallel, sys
@@ -26,6 +28,7 @@ def run(*command, cwd):
     return ended.stdout
 
 
+@pytest.mark.sweep(kept=None)
 def test_the_wheel_works_outside_of_the_repository(tmp_path):
     # Without isolation: the backend is installed with the tests, and needs no network then.
     run(

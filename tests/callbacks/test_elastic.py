@@ -61,6 +61,7 @@ def _batches_of_sampler(batch_size, length):
     return loader_of(1, length, batch_sampler=type("Own", (BatchSampler,), {})(order, batch_size, False), shuffle=False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("attempts", "accumulated"),
     [

@@ -120,6 +120,7 @@ def a_rank_is_missing():
     return callback.report()
 
 
+@pytest.mark.sweep(kept=None)
 def test_a_rank_that_does_not_answer_makes_the_report_incomplete_and_no_hang():
     report, _ = run(a_rank_is_missing, 2)
     assert [rank["rank"] for rank in report["ranks"]] == [0]

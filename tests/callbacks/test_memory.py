@@ -197,6 +197,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=2)
 def test_layouts(layout, group):
@@ -329,6 +330,7 @@ WIDE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", WIDE)
 @distributed(world_size=4)
 def test_what_replicas_divide_is_what_was_predicted(group, layout):

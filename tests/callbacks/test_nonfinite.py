@@ -59,6 +59,7 @@ def _fit(strategy, module, action, **options):
     return trainer, guard
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline"])
 @distributed(world_size=4)

@@ -65,6 +65,7 @@ def measure(schedule, microbatches, forward_s, virtual_stages=1, slow=None, step
     return callback.report()
 
 
+@pytest.mark.sweep(kept=None)
 @compares_durations
 def test_the_bubble_of_sleeping_stages():
     expected = 3 / 11  # of an interleaved schedule of four ranks, two stages each, and four microbatches

@@ -241,6 +241,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=4)
 def test_a_layout_is_clean_until_one_rank_changes(layout):

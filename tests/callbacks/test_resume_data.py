@@ -78,6 +78,7 @@ class OfSeveral(Dropping):
         return super().training_step([torch.cat(parts) for parts in zip(*batch)], index)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", LOADERS)
 def test_kinds_of_loaders_go_on_bit_for_bit(kind, tmp_path):
     make, project = LOADERS[kind], OfSeveral if kind == "several" else Dropping

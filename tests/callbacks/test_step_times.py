@@ -138,6 +138,7 @@ def every_rank_reports(strategy):
     return callback.report()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("strategy", "wait"), [("tensor", "communication_exposed"), ("pipeline", "pipeline_wait")])
 def test_every_rank_has_the_report_of_all(strategy, wait):
     report, other = run(every_rank_reports, 2, strategy=strategy)
@@ -402,6 +403,7 @@ def test_a_heavy_stage_is_no_straggler_but_its_slow_replica_is_in_training():
     assert report["ranks"][1]["own"] == pytest.approx(2 * report["ranks"][0]["own"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @compares_durations
 def test_waiting_for_a_slow_rank_is_no_work(strategy):

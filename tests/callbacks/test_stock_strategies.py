@@ -122,6 +122,7 @@ def calls_of(report):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", STRATEGIES)
 @compares_durations
 def test_all_bytes_are_seen_and_a_late_rank(kind):

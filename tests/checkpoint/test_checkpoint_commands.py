@@ -302,6 +302,7 @@ def large(tmp_path_factory):
     return folder / "saved"
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure memory")
 @pytest.mark.parametrize("what", ["verify", "reshard", "export"])
 def test_memory_is_that_of_two_tensors_whatever_the_size_of_the_model(large, tmp_path, what):

@@ -324,6 +324,7 @@ def bounded_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("bounded_memory")
 @pytest.mark.parametrize("name", READERS)
 def test_a_changed_file_is_read_or_refused_clearly(tmp_path, name, monkeypatch):

@@ -267,6 +267,7 @@ def fit(module, group, sizes):
     return {name: value.float() for name, value in trainer.strategy.lightning_module_state_dict().items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["plain", "llama"])
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
 @distributed(world_size=2)
@@ -407,6 +408,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep(kept=None)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure memory")
 def test_no_rank_holds_the_model(tmp_path):
     state = {}

@@ -543,6 +543,7 @@ def test_a_long_save_tells_how_far_it_is(tmp_path, monkeypatch):
     assert lines[-1] == "Saving a: 2 MiB of 2 MiB on rank zero (100%)"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("renames", ["exchange", "two-renames"])
 def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path, renames):
     moments = [("os", "fsync", 7), ("os", "rename", 3), ("os", "replace", 3), ("writer", "_write_part", 2)]

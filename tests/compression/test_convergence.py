@@ -46,6 +46,7 @@ MADE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Quantize, "sign", PowerSGD, "alternating", TopK, BlockTopK, RandomK])
 @distributed(world_size=2)
 def test_digits_reach_the_dense_loss_with_the_defaults(kind, group):

@@ -148,6 +148,7 @@ def _steps_both_ways(name, shapes, group):
             torch.testing.assert_close(means[1][key], means[0][key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.sweep
 @by_compressor
 @pytest.mark.parametrize("shapes", [SHAPES, {"odd": (101, 103), "tiny": (33, 35)}], ids=["even", "odd"])
 def test_the_ways_of_a_device_give_the_numbers_of_the_cpu(name, shapes):

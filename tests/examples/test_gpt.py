@@ -148,6 +148,7 @@ def on_every_rank(command: list[str], folder: str) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.sweep(kept=None)
 def test_the_same_command_line_gives_the_same_losses_and_text_on_one_process_and_on_four(tmp_path):
     expected, single = losses_and_output(tmp_path / "single", "single")
     losses, hybrid = losses_and_output(tmp_path / "hybrid", "hybrid")

@@ -118,6 +118,7 @@ def expect_equal_to_one_process(group, name, schedule):
     return engine
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", list(CASES))
 @distributed(world_size=2)
 def test_equal_to_one_process(group, name):

@@ -185,6 +185,7 @@ def planned(kind=Model, memory=1e9, devices=4, **options):
     return plan(kind(), long(), where, measured=False, **options)
 
 
+@pytest.mark.sweep(kept=None)
 def test_a_context_axis_is_tried_where_replicas_do_not_fit():
     assert {layout.mesh.context_parallel for layout in planned().layouts} == {1}
     least = min(layout.memory.total for layout in planned().layouts if layout.mesh.data_parallel == 4)

@@ -590,6 +590,7 @@ def test_layers_that_are_called_twice_have_a_stage_on_every_rank_in_each_pass():
     assert analyze(model, 4, schedule, example=example, balance=options.balance).layers_per_stage == (1,) * 8
 
 
+@pytest.mark.sweep(kept=None)
 def test_yaml_that_was_printed_runs_in_the_project_as_planned(tmp_path, capsys):
     base = str(GPT / "base.yaml")
     sizes = ["--model.width=32", "--model.layers=4", "--data.training_bytes=100000"]
@@ -656,6 +657,7 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
             AutoParallelStrategy(memory_limit_bytes=limit)
 
 
+@pytest.mark.sweep(kept=None)
 def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     files = [f"examples/gpt/{name}.yaml" for name in ("base", "pipeline")]  # of four devices on one node
     words = ["plan", "--script", "examples/gpt/main.py", "--config", *files, "--device", "H100"]
@@ -735,6 +737,7 @@ def test_the_legend_stays_in_its_half_of_the_picture():
     assert len({y for _, y, _ in halves[1]}) == 2
 
 
+@pytest.mark.sweep(kept=None)
 def test_replicas_hold_slices_where_they_divide_state():
     plans = [plan(Model(), tokens(), cluster(), measured=False, zero_stages=(stage,)) for stage in (0, 1, 2)]
     names = {layout.name for layout in plans[0].layouts if not layout.refusal and layout.mesh.data_parallel > 1}

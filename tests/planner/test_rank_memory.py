@@ -133,11 +133,13 @@ def assert_planned(group, combinations):
     assert not off, off
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_two_ranks_hold_what_was_planned(group):
     assert_planned(group, TWO)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_four_ranks_hold_what_was_planned(group):
     assert_planned(group, FOUR)

@@ -136,11 +136,13 @@ def equals_one_process(kind, packages, group):
                 torch.testing.assert_close(states[0][name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_tensor_parallel_runs_of_both_packages_equal_one_process(group):
     equals_one_process(TensorParallelStrategy, PACKAGES, group)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_hybrid_runs_equal_one_process(group):
     equals_one_process(HybridParallelStrategy, PACKAGES[1:], group)
@@ -170,6 +172,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
 def test_compression_is_the_same_in_both_packages(kind, group):

@@ -90,6 +90,7 @@ AVERAGING = {
 
 
 # Below, the stochastic average is also taken in a pipeline. A moving average is a copy of the module, as `Copies` make.
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "averaging"), [("tensor", "stochastic"), ("pipeline", "moving")])
 @distributed(world_size=2)
 def test_averages_of_weights(layout, averaging, group):
@@ -163,6 +164,7 @@ def _copies_after_runs(strategy, devices, folder):
     return seen, own
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=2)
 def test_copies_are_whole_after_a_run(layout, group):
@@ -237,6 +239,7 @@ def whole(module):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=2)
 def test_callbacks_save_full_tensors(group, layout):

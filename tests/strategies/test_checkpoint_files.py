@@ -396,6 +396,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path, part):
         check_file(path)
 
 
+@pytest.mark.sweep(kept=None)
 def test_no_flipped_bit_is_loaded(tmp_path):
     path = tmp_path / "a.ckpt"
     value = {"weights": torch.arange(6.0), "name": "some text", "step": 7}

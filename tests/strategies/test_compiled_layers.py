@@ -18,6 +18,7 @@ def counts():
     return counters["stats"]["unique_graphs"], {**counters["graph_break"], **counters["unimplemented"]}
 
 
+@pytest.mark.sweep(kept=2)
 @pytest.mark.parametrize(
     "options",
     [

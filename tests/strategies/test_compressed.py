@@ -139,6 +139,7 @@ def assert_equal(found, expected):
         assert torch.equal(found[name], weight), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -179,6 +180,7 @@ def trains_as_one_process(kind, options):
     assert compression.step == 4 // options.get("accumulate_grad_batches", 1), "optimizer steps, not backward passes"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
     [
@@ -217,6 +219,7 @@ def resumes(kind, name, options, path):
     assert path.is_dir() or "compression" in torch.load(path, weights_only=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "name", "precision"),
     [
@@ -256,6 +259,7 @@ def forgets_an_overflow(kind, name, precision):
         assert_equal(replica, found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
     ["ddp", "ddp in nodes", "replicas in nodes", "fsdp", "fully_shard", "deepspeed 2"],

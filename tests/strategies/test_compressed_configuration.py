@@ -64,6 +64,7 @@ def parse(folder, strategy):
     return build(folder, strategy).trainer.strategy
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

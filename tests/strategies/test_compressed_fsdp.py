@@ -63,6 +63,7 @@ def test_another_division_forgets_what_was_not_sent_and_says_so(group, tmp_path)
     assert strategy.compression.step == 8
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("precision", "options"), [("bf16-mixed", HYBRID), ("16-mixed", {}), ("bf16-true", {})])
 @distributed(world_size=4)
 def test_other_precisions(precision, options, group):

@@ -68,6 +68,7 @@ def weights(module):
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @distributed(world_size=4)
 def test_half_precision(precision, group):
@@ -86,6 +87,7 @@ def test_the_function_alone_under_lightnings_own_strategy(group):
     assert compressor.step == 7, "the last step is ended by whoever asks for it"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "readers"), [("sharded", 4), ("hybrid", 4), ("tensor", 2)])
 @distributed(world_size=4)
 def test_ranks_that_share_parameters_out_read_different_data(layout, readers, group):

@@ -47,6 +47,7 @@ def check(name, replicas=1, devices=2, **options):
             torch.testing.assert_close(without_pieces(gradient), truth[parameter], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -67,6 +68,7 @@ def test_two_ranks(name, method):
     check(name, context_parallel_size=2, context_parallel_method=method)
 
 
+@pytest.mark.sweep(kept=3)
 @pytest.mark.parametrize(
     ("name", "replicas", "options"),
     [
@@ -208,6 +210,7 @@ def test_shares_of_gradients_are_not_shown(group, spoil, error, text):
             HANDLES.pop().remove()
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_hugging_face_model_with_flex_attention(group):
     flex, eager = pytest.importorskip("transformers.integrations.flex_attention"), Patches()

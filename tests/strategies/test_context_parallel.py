@@ -80,6 +80,7 @@ def on_one_process():
     return {**module.state_dict(), **dict(enumerate(module.read))}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "ways"),
     [
@@ -103,6 +104,7 @@ def test_it_trains_like_one_process(group, layout, ways):
                     assert state["momentum_buffer"].numel() < owner.numel() / shards + 8
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group):
     def run_in(name, optimizer, **options):
@@ -161,6 +163,7 @@ def sequences_on_one_process():
     return module.state_dict()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "stages"),
     [("context 4", [0]), ("context 2, data 2", [0, 3]), ("context 2, tensor 2", [2]), ("pipeline 2, context 2", [0])],
@@ -230,6 +233,7 @@ def test_ranks_of_the_axis_read_the_same_samples_and_draw_the_same_numbers(group
         assert {samples for samples, _ in found[0]}.isdisjoint(samples for samples, _ in found[2])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["context 2, data 2", "context 2, tensor 2", "pipeline 2, context 2"])
 @distributed(world_size=4)
 def test_the_self_check_compares_the_mean_over_the_axis(group, layout):

@@ -126,6 +126,7 @@ print("done")
 """
 
 
+@pytest.mark.sweep(kept=None)
 def test_what_is_imported_inside_of_the_block_is_left_as_it_is(tmp_path):
     llama().save_pretrained(tmp_path / "hub")
     (tmp_path / "late.py").write_text(LATE)
@@ -146,6 +147,7 @@ class Pretrained(Built):
             self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
 @distributed(world_size=2)
 def test_each_rank_reads_what_it_owns(group, axis):

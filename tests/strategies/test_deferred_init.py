@@ -339,6 +339,7 @@ def assert_same(expected, model):
         assert bits(mine) == bits(tensor), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PLAIN)
 def test_bits_and_generators_are_those_of_one_process(name):
     expected, states = built(PLAIN[name], 1, deferred=False)
@@ -351,6 +352,7 @@ def test_bits_and_generators_are_those_of_one_process(name):
         assert torch.equal(model.new, expected.new)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_models_of_transformers(name):
     expected, states = built(lambda: hugging_face(name), 2, deferred=False)

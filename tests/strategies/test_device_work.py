@@ -130,6 +130,7 @@ class SeesBuckets(Deep):
         self.buckets.append((sum(bucket.launched for bucket in reducer._buckets), len(reducer._buckets)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("schedule", "batches"), [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 1), ("1f1b", 2)])
 @distributed(world_size=4)
 def test_replicas_reduce_gradients_while_the_last_backwards_run(group, schedule, batches):

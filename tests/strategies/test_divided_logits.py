@@ -137,6 +137,7 @@ def check(name, layout, is_gathered=False):
     expect_equal(module, trainer, expected, replicas)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "gpt2", "llama", "qwen3", "gemma2"])
 @distributed(world_size=2)
 def test_two_ranks(name):
@@ -154,6 +155,7 @@ def test_uneven_classes(name):
     check(name, "tensor 3")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "layout"), [("plain", "tensor 2 x data 2"), ("gpt2", "tensor 2 x pipeline 2")])
 @distributed(world_size=4)
 def test_with_other_axes(name, layout):

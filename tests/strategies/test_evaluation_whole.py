@@ -118,12 +118,14 @@ def expect_one_process(way, strategy, devices):
         assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["nothing", "a part", "twice", "sampled", "weight"])
 @distributed(world_size=2)
 def test_a_pipeline_evaluates_like_one_process(group, way):
     expect_one_process(way, PipelineParallelStrategy(), 2)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_a_hybrid_evaluates_like_one_process(group):
     expect_one_process("sampled", HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2), 4)

@@ -29,6 +29,7 @@ def test_a_run_that_has_succeeded_ends_with_zero(kind, end):
         assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["hook", "reduce", "local"])
 def test_so_do_loops_that_close_nothing_and_steps_that_overlap(kind):
     for ended in ends_of(kind, "fit"):

@@ -59,6 +59,7 @@ def expect_gradients(module, expected):
 
 
 # The stacks of Mixtral are those of OLMoE; `tests/tensor` and `tests/pipeline` train Mixtral.
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "MixtralForCausalLM"])
 @distributed(world_size=4)
 def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
@@ -84,6 +85,7 @@ def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 2 x data 2", "tensor 2 x pipeline 2"])
 @distributed(world_size=4)
 def test_experts_without_tokens(layout):

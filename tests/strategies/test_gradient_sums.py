@@ -117,6 +117,7 @@ def _expect_small_errors(strategy, group, batch, replicas, is_tied=False, share=
     assert errors[None] < 0.0035, errors  # rounded once: 0.0017, and the rest in forward and backward
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LAYOUTS)
 @distributed(world_size=2)
 def test_64_gradients_are_added_without_their_errors(name, group):
@@ -127,6 +128,7 @@ def test_64_gradients_are_added_without_their_errors(name, group):
     _expect_small_errors(lambda dtype: make(gradient_sum_dtype=dtype), group, batch, replicas, share=share)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @distributed(world_size=4)
 def test_tied_parameters_of_a_pipeline_with_replicas(zero_stage, group):

@@ -325,6 +325,7 @@ def by_hand(module):
         module.manual_backward(penalty)
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize("verifies", [False, True])
 @distributed(world_size=2)
 def test_a_manual_step_sees_full_tensors(group, verifies):
@@ -562,6 +563,7 @@ STAGES = (
 )
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_hooks_of_a_pipeline(group):
     mine, alone = Staged(STAGES), Staged(STAGES)
@@ -699,6 +701,7 @@ def parametrize_first(module):
     parametrize.register_parametrization(module.embed, "weight", nn.Identity())
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_hooks_for_gradients_that_leave_something_behind_are_refused_in_a_pipeline(group):
     class Kept(Callback):

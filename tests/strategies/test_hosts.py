@@ -44,6 +44,7 @@ def check(folder, environment):
     return told
 
 
+@pytest.mark.sweep(kept=None)
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_torchrun_on_two_hosts_equals_one_process(tmp_path):
@@ -81,6 +82,7 @@ def start_by_slurm(folder, tasks_per_node=2, ranks=4, **more):
     ]  # fmt: skip
 
 
+@pytest.mark.sweep(kept=None)
 def test_processes_of_slurm_save_together_when_their_time_is_over(tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()

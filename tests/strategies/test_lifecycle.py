@@ -82,6 +82,7 @@ def test_functions_that_take_norms_see_the_whole_model():
     assert grad_norm.__module__.startswith("lightning."), "put back at the end of the run"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 @distributed(world_size=4)
 def test_precisions(precision):
@@ -475,6 +476,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["zero", "tensor", "pipeline"])
 @distributed(world_size=2)
 def test_what_changes_during_a_run_is_adopted_or_refused_at_once(group, layout):

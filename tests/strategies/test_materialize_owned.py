@@ -129,6 +129,7 @@ def expected_run(kind):
     return module, run(module, "auto", 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "layout"), [("plain", (2, 1)), ("plain", (1, 2)), ("llama", (2, 2))], ids=["pipeline", "tensor", "both"]
 )
@@ -200,6 +201,7 @@ class BuiltOnMeta(Built):
                 self.model.noise = Noise()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "layout", "make"),
     [

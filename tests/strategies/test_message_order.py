@@ -99,6 +99,7 @@ class SamplingNet(Net):
         return super().validation_step(batch, index)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("where", "samples", "first", "verify", "step"),
     [
@@ -132,6 +133,7 @@ class SamplingSequences(Sequences):
         return super().training_step(batch, index)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("is_one", "method"), [(True, "auto"), (False, "ring")])
 @distributed(world_size=4)
 def test_a_call_on_one_rank_of_a_sequence_is_refused_on_all(is_one, method, group):
@@ -169,6 +171,7 @@ print("the run ended")
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -214,6 +217,7 @@ class Lonely(Callback):
                 module.net(torch.ones(2, 12).double())
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_later_call_on_one_rank_is_told_alike_on_all(group):
     """In processes that live on, as those of a notebook do."""

@@ -24,6 +24,7 @@ def started(network, folder, steps):
     return [start_script(script, *some) for some in words]
 
 
+@pytest.mark.sweep(kept=None)
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_both_sides_of_a_cut_network_end_and_a_restart_goes_on(tmp_path):

@@ -91,6 +91,7 @@ def in_small_buckets():
         yield calls
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LAYOUTS)
 @distributed(world_size=2)
 def test_a_step_on_the_host_equals_one_process(name, group, tmp_path):
@@ -160,6 +161,7 @@ def test_an_optimizer_that_needs_the_device_is_refused(group, kind, message):
         trainer_for(TensorParallelStrategy(cpu_offload=("optimizer",)), 1, max_steps=1).fit(Other().double(), loader())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -322,6 +322,7 @@ class Steady(Slow):
         super(Slow, self).load_state_dict({key: state[key] for key in ("state", "param_groups")})
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_keys_of_an_optimizers_own(group):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
@@ -479,6 +480,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", KINDS)
 def test_the_lists_of_torchs_optimizers_say_what_a_trial_says(name):
     kind = getattr(torch.optim, name)

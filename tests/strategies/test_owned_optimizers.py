@@ -227,12 +227,14 @@ def test_the_planner_measures_state_in_the_shapes_of_the_model():
     assert optimizer_copies([Shampoo(parameters)]) == 2 + (64**2 + 32**2) / (64 * 32)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if LAYOUTS[each][1] == 2])
 @distributed(world_size=2)
 def test_it_trains_like_one_process_on_two_ranks(layout):
     expect_the_weights_of_one_process(layout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if LAYOUTS[each][1] == 4])
 @distributed(world_size=4)
 def test_it_trains_like_one_process_on_four_ranks(layout):
@@ -292,6 +294,7 @@ def test_messages_travel_beside_the_steps_of_other_turns(group):
     assert re.fullmatch(expected, found), found
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize("case", ["mixed", "adafactor"])
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, case):
@@ -330,6 +333,7 @@ class Watching(Varied):
             del optimizer.state[self.head.weight]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 2, stage 3", "tensor 2, pipeline 2", "pipeline 2, stage 1"])
 @distributed(world_size=4)
 def test_hooks_see_the_state_of_one_process(layout):
@@ -341,6 +345,7 @@ def test_hooks_see_the_state_of_one_process(layout):
     torch.testing.assert_close(module.copied, expected.copied, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [{"data_parallel_size": 4}, {"tensor_parallel_size": 2, "data_parallel_size": 2}])
 @distributed(world_size=4)
 def test_it_goes_with_compression(sizes):
@@ -449,6 +454,7 @@ def test_owners_skip_a_step_together(group):
     torch.testing.assert_close(dict(found[1][0]), dict(found[0][0]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_replicas_with_local_steps_have_owners_each(group):
     def train(sizes, replicas, path=None, **options):

@@ -126,6 +126,7 @@ def on_one_process(**options):
 EVALUATES = {"num_sanity_val_steps": 1, "limit_val_batches": 2}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

@@ -196,6 +196,7 @@ def test_a_group_that_is_added_later_is_in_the_order_of_the_model(group):
         torch.testing.assert_close(found["state"][index]["momentum_buffer"], entry["momentum_buffer"])
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_a_run_that_resumes_takes_the_plan_of_the_checkpoint_and_measures_nothing(group):
     path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "planned.ckpt"

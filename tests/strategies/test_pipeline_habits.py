@@ -202,6 +202,7 @@ def on_one_process(kind):
     return train(kind, "auto", 1)[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [

@@ -42,6 +42,7 @@ class ReplacesForward(Callback):
         block.forward = lambda x: 0.7 * earlier(x)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_end"])
 @distributed(world_size=2)
 def test_a_forward_replaced_after_the_split_is_the_forward_of_later_steps(hook):
@@ -98,6 +99,7 @@ def test_a_gradient_scaler_is_exact_and_skips_on_all_ranks(group, overflows_on):
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
@@ -350,6 +352,7 @@ class Terms(Deep):
         return {**output, "loss": output["loss"] + 0.01 * (before + self.term(index))}
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_term_with_parameters_that_comes_later_is_exact_or_refused_by_all(group):
     short = {"max_epochs": 1, "limit_val_batches": 0}
@@ -369,6 +372,7 @@ def test_a_term_with_parameters_that_comes_later_is_exact_or_refused_by_all(grou
     assert len(set(comm.all_gather_object(str(raised.value).partition("\n(found")[0], group))) == 1
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_terms_with_the_weights_of_other_stages_are_exact_in_shards():
     for way in ("made early", "before the layers", "products", "positions", "late"):
@@ -380,6 +384,7 @@ def test_terms_with_the_weights_of_other_stages_are_exact_in_shards():
         assert_same(trainer, module, expected_trainer, expected)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_compiled_layers():
     def build():

@@ -206,6 +206,7 @@ def expect_equal(module, trainer, expected, replicas):
 
 
 # Four ranks, for models whose stages share more than one tensor.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("tied", "pipeline 4"), ("tied", "tensor 2 x pipeline 2"), ("two_streams", "pipeline 4")],
@@ -215,6 +216,7 @@ def test_models(name, layout):
     check(name, layout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name",
     [
@@ -249,6 +251,7 @@ def check(name, layout):
     expect_equal(module, trainer, expected, 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "encoder", "odd_gpt"])
 @distributed(world_size=4)
 def test_a_cut_inside_of_a_divided_sequence(name):
@@ -294,6 +297,7 @@ def read_between(kind, strategy, devices):
     return trainer.strategy.lightning_module_state_dict()
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_code_that_reads_between_blocks_of_a_divided_sequence_is_right_or_refused_on_every_rank():
     expected = read_between("at once", "auto", 1)
@@ -312,6 +316,7 @@ def test_code_that_reads_between_blocks_of_a_divided_sequence_is_right_or_refuse
         read_between("later", strategy(), 4)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_a_divided_sequence_with_replicas():
     expected = on_one_process("qwen2")
@@ -321,6 +326,7 @@ def test_a_divided_sequence_with_replicas():
     assert ParallelState.of(module).sharding.plan.sequence_regions
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "schedule", "options"),
     [

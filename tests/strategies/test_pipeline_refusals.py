@@ -331,6 +331,7 @@ def _lose_a_rank(leaves):
     fit(Leaving(leaves), strategy, 3, num_sanity_val_steps=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("leaves", [True, False], ids=["dead", "late"])
 def test_a_rank_that_does_not_come_is_named_with_stage_and_action(leaves):
     with pytest.raises(RankError) as failure:

@@ -116,6 +116,7 @@ class ChangingInTraining(Changing):
         self.outs.append(F.cross_entropy(self(x), y))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Changing, ChangingInTraining])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}], ids=["1f1b", "virtual"]
@@ -257,6 +258,7 @@ class FilledInPlace(Deep):
         pass
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_what_is_written_in_place_is_right_or_refused():
     """By `.data` it was a tensor without memory in dry runs: the process died."""

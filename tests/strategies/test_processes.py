@@ -85,6 +85,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.sweep(kept=None)
 def test_the_trainer_runs_the_script_again(script):
     _, out, err = run_script(script, "name")
     assert out.count("DONE") == 2, err
@@ -152,6 +153,7 @@ def test_fits_with_the_same_mesh_use_the_same_groups():
     assert len(dist.distributed_c10d._world.pg_map) <= 2 * alive
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_groups_that_one_rank_left_are_replaced_on_all(group):
     first = fit_parallel(Net().double(), 2, 1).strategy

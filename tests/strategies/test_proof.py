@@ -229,6 +229,7 @@ class CheckpointedDropout(Dropout):
         return self.head(F.dropout(hidden, 0.1, self.training).mean(1))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @pytest.mark.parametrize("kind", [Dropout, Recurrent, Causal, Checkpointed, CheckpointedDropout])
 @distributed(world_size=2)
@@ -253,6 +254,7 @@ def test_parameters_on_several_stages(group):
     assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss and 20 gradients match")
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_a_run_after_the_first_knows_what_other_stages_hold(group):
     """On both axes."""
@@ -593,6 +595,7 @@ class NormedNoise(Noisy):
         super().__init__(block=NormedMlp)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_steps_that_draw_for_each_sample_are_verified_in_microbatches(group):
     x, y = next(iter(loader()))

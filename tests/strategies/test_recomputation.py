@@ -162,6 +162,7 @@ TWO = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", TWO)
 @distributed(world_size=2)
 def test_two_ranks_equal_one_process(group, layout):
@@ -176,6 +177,7 @@ def test_two_ranks_equal_one_process(group, layout):
     assert plain.runs - 4 <= module.runs_again <= plain.runs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor x pipeline", "sequence x pipeline", "tensor x data"])
 @distributed(world_size=4)
 def test_four_ranks_equal_one_process(group, layout):
@@ -193,6 +195,7 @@ def train_within(limit, layout):
         sizes.pop("memory_limit_bytes")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "zero 3"])
 @distributed(world_size=2)
 def test_auto_computes_as_few_layers_again_as_fit(group, layout):
@@ -242,6 +245,7 @@ class PartlyFrozen(Model):
         next(self.blocks[2].parameters()).requires_grad_(False)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor", "sequence", "zero 3"])
 @distributed(world_size=2)
 def test_frozen_layers(group, layout):
@@ -254,6 +258,7 @@ def with_dropout():
     return Model(functools.partial(Block, dropout=0.2))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "sequence", "1f1b", "zbv"])
 @distributed(world_size=2)
 def test_dropout_draws_the_same_numbers_as_without(group, layout):
@@ -300,6 +305,7 @@ class OddModel(Model):
         return self.blocks[0](x, debug=0.3, context_fn=self.given)["x"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor"])
 @distributed(world_size=2)
 def test_a_second_run_of_a_layer_leaves_no_trace(group, layout):
@@ -332,6 +338,7 @@ class Watched(Model):
         self.blocks[0].register_forward_hook(count)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "1f1b"])
 @distributed(world_size=2)
 def test_names_copies_pickles_and_hooks_stay(group, layout):
@@ -347,6 +354,7 @@ def test_names_copies_pickles_and_hooks_stay(group, layout):
     assert type(module.blocks[0]) is Block
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_the_layers_may_change_between_runs(group):
     for layout in ("data", "tensor", "1f1b"):
@@ -387,6 +395,7 @@ class Measured(Model):
         return loss
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor"])
 @distributed(world_size=2)
 def test_autograd_keeps_the_inputs_of_layers_only(group, layout):
@@ -423,6 +432,7 @@ class Activated(Block):
         return super().attend(x) + self.up(x).mul_(0.5).add_(0.1).sigmoid_().sum(-1, keepdim=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor", "sequence"])
 @distributed(world_size=2)
 def test_selective_sends_nothing_twice(group, layout):
@@ -433,6 +443,7 @@ def test_selective_sends_nothing_twice(group, layout):
     assert full.sent.total() > plain.sent.total()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "sequence"])
 @distributed(world_size=2)
 def test_selective_computes_a_product_again_that_changed_in_place(group, layout):
@@ -509,6 +520,7 @@ class FirstSquared(nn.Module):
         return (x + 1) * self.scale
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "tensor x data"])
 @distributed(world_size=4)
 def test_with_other_features(group, layout):
@@ -546,6 +558,7 @@ class ByHand(Model):
         return x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor", "sequence", "1f1b"])
 @distributed(world_size=2)
 def test_together_with_checkpoints_of_the_model(group, layout):
@@ -575,6 +588,7 @@ class Penalty(Model):
         return loss + slope.square().sum()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["data", "tensor"])
 @distributed(world_size=2)
 def test_gradients_of_gradients(group, layout):
@@ -599,6 +613,7 @@ COMPRESSED = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", COMPRESSED)
 @distributed(world_size=2)
 def test_strategies_with_compressed_gradients(group, name):
@@ -654,6 +669,7 @@ class Skipping(Model):
         return x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("option", ["full", "selective"])
 @distributed(world_size=2)
 def test_connections_that_skip_stages(group, option):

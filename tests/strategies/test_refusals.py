@@ -171,6 +171,7 @@ def test_optimizers_that_need_the_full_model():
         fit_parallel(Other().double(), 2, 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [LayerScaled, ModelScaled, Cautious, Rarely])
 @distributed(world_size=2)
 def test_steps_of_the_users_optimizers_see_full_tensors(kind):

@@ -221,6 +221,7 @@ def _epochs(strategy, devices, kind):
     return torch.cat(order), torch.stack(losses)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("axis", "kind"),
     [

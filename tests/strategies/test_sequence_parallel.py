@@ -148,6 +148,7 @@ def check(build, layout):
 MODELS = {"Qwen3": qwen3, "GPT": GPT, "chunked GPT": ChunkedGPT}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=2)
 def test_two_ranks(name):
@@ -155,6 +156,7 @@ def test_two_ranks(name):
     assert len(region.blocks) == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 4", "tensor 2 x pipeline 2"])
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=4)

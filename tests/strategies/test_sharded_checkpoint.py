@@ -38,6 +38,7 @@ def shared_folder(group):
     return Path(comm.broadcast_object(tempfile.mkdtemp(), group))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, optimizer):
@@ -46,6 +47,7 @@ def test_every_layout_resumes_every_other(group, optimizer):
     resume_in_a_ring(run, names if optimizer == "sgd" else ["tensor 4", "pipeline 2, tensor 2"], optimizer, group)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_it_holds_what_one_process_would_save(group):
     path = shared_folder(group) / "saved.ckpt"
@@ -67,6 +69,7 @@ def test_it_holds_what_one_process_would_save(group):
     assert {child.name for child in path.parent.iterdir() if child.name.startswith(".")} <= {PLAN_FILE}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "compression"),
     [("tensor 2, data 2", PowerSGD(1, min_numel=16)), ("pipeline 2 x 2 stages, data 2", TopK(0.1, min_numel=16))],
@@ -88,6 +91,7 @@ def test_compression_goes_on_bit_for_bit(group, layout, compression):
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_residuals_go_on_in_another_layout(group):
     path = shared_folder(group) / "saved.ckpt"

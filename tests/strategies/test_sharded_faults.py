@@ -41,6 +41,7 @@ def names_in(folder):
     return sorted(entry.name for entry in folder.iterdir() if entry.suffix != ".json")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("async_save", [False, True])
 @distributed(world_size=2)
 def test_callbacks_of_lightning_save_and_find_them(group, async_save):
@@ -302,6 +303,7 @@ class Broad(Deep):
         return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_no_rank_holds_more_than_its_part_and_one_tensor(group):
     path = shared_folder(group) / "a.ckpt"

@@ -147,6 +147,7 @@ def _wait_for_end(processes):
     assert not left, "it waits for ever"
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize(
     ("layout", "when"),
     [("hybrid", "training"), ("pipeline", "validation")],
@@ -163,6 +164,7 @@ def test_sigterm_to_all_ranks_at_once(script, layout, when):
         assert "DONE" not in out
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize(("layout", "signum"), [("tensor", signal.SIGINT), ("pipeline", signal.SIGKILL)])
 def test_a_signal_to_one_rank(script, layout, signum):
     started = _start_ranks(script, layout)
@@ -189,6 +191,7 @@ def test_a_signal_to_the_launching_process(script, method, signum, to_group):
     assert "DONE" not in started(10).stdout
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize(
     ("layout", "when"),
     [

@@ -155,6 +155,7 @@ class Collecting(Deep):
         return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("verify", "schedule"), [("off", "zbv"), ("always", "1f1b")])
 @distributed(world_size=2)
 def test_results_in_containers(verify, schedule):
@@ -270,6 +271,7 @@ KEPT_BY_HAND = {
 }
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_what_microbatches_cannot_leave_is_refused():
     for named, change in KEPT_BY_HAND.items():
@@ -317,6 +319,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_values_of_some_microbatch_are_refused_also_where_they_fit_by_chance():
     for named, change in REFUSED.items():
@@ -350,6 +353,7 @@ class Remaking(Deep):
         self.seen_after.append(copy.deepcopy(kept))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("microbatches", [2, 4])
 @distributed(world_size=2)
 def test_lists_and_shapes_that_steps_set_anew(group, microbatches):
@@ -483,6 +487,7 @@ class Scoring(Deep):
         return [self.scores, self.flat, list(self.arrays), self.texts, self.kept, self.seen_outputs]
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_flat_results_and_scores_of_samples_are_those_of_one_process(group):
     """By means of equal shapes they would be numbers of no sample; some were only in the last batch, unseen."""

@@ -168,12 +168,14 @@ def run_and_check(group, layout, accumulated=1):
     check(trainer)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", TWO)
 @distributed(world_size=2)
 def test_two_ranks(group, layout):
     run_and_check(group, layout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", FOUR)
 @distributed(world_size=4)
 def test_four_ranks_that_accumulate_gradients(group, layout):

@@ -95,6 +95,7 @@ def _expect_equal(found, expected):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_what_follows_a_fit_in_a_script():
     strategy, devices = LAYOUTS["hybrid"]
@@ -240,6 +241,7 @@ def test_calls_outside_of_steps():
     _calls_outside_of_steps("tensor")
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_calls_outside_of_steps_on_four_ranks():
     _calls_outside_of_steps("hybrid")

@@ -142,6 +142,7 @@ def on_one_process(case):
 
 
 # Each optimizer over slices only; with tensors and stages, the norms of LAMB, accumulation, and states that come early.
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("layout", "stage", "cases"),
     [
@@ -297,6 +298,7 @@ def test_it_goes_with_compression():
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2, data 2"])
 @distributed(world_size=4)
 def test_norms_over_slices_are_those_of_whole_gradients(group, layout):
@@ -339,6 +341,7 @@ def test_one_replica_that_overflows_lets_all_skip(group, fused):
     torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_one_run_after_another(group):
     """Proven before it begins; ended by an error between backward and step; trained on; asked for its state at last."""
@@ -404,6 +407,7 @@ class Loads(Varied):
                 penalty.backward()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @distributed(world_size=4)
 def test_what_is_loaded_before_a_step_is_full(group, stage):
@@ -414,6 +418,7 @@ def test_what_is_loaded_before_a_step_is_full(group, stage):
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "stage"), [("tensor 2, data 2", 3), ("pipeline 2, data 2", 2), ("data 4", 3)])
 @distributed(world_size=4)
 def test_what_is_saved_before_a_step_is_whole(group, layout, stage):
@@ -696,6 +701,7 @@ class Compiled(Deep):
         return self.head(self.body(self.embed(x))) if hasattr(self, "body") else super().forward(x)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_compiled_code_computes_with_absent_parameters(group):
     expected = Compiled("not")

@@ -150,6 +150,7 @@ def _paired(plan, pattern):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", HUGGING_FACE)
 @distributed(world_size=2)
 def test_hugging_face_models(group, name):
@@ -168,6 +169,7 @@ def test_key_heads_that_several_of_four_ranks_share(group):
     assert _paired(plan, r"\.\d+\.")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_share_of_the_weights_that_are_divided_in_pairs(name, ranks):
@@ -419,6 +421,7 @@ SEQUENCE_PARALLEL = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
 @distributed(world_size=2)
 def test_sequence_parallel_hugging_face_models(group, name):

@@ -63,6 +63,7 @@ def train(model, tokens, targets):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.sweep(kept=1)
 @pytest.mark.parametrize(("backend", "world"), [("aot_eager", 2), ("aot_eager", 3), INDUCTOR])
 def test_a_compiled_model_has_no_breaks(backend, world):
     run(compiled_without_breaks, world, backend=backend)
@@ -107,6 +108,7 @@ def test_layers_that_read_one_tensor_share_a_message(group):
     assert counts == [4, 4]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("later", [False, True])
 @distributed(world_size=2)
 def test_a_block_that_draws_leaves_its_graph(later, group):

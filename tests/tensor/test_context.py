@@ -218,6 +218,7 @@ def _divided(names, length, is_balanced):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "length", "is_balanced"), [(2, S, False), (2, 8, True), (3, S, True), (4, S, False)])
 def test_functions_of_split_sequences(ranks, length, is_balanced):
     everyone = run(_divided, ranks, names=list(FUNCTIONS), length=length, is_balanced=is_balanced)

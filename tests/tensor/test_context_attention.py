@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_equals_one_process(world):
     run(equals_one_process, world)

@@ -258,6 +258,7 @@ def compare(group, build, tolerance=1e-10):
     return sharding.plan, held / sum(parameter.numel() for parameter in whole.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=2)
 def test_hugging_face_models(group, name):
@@ -279,6 +280,7 @@ def test_kernels_that_need_aligned_rows_get_them(group):
     torch.testing.assert_close(found, losses, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OWN)
 @distributed(world_size=2)
 def test_own_layers_of_experts(group, name):

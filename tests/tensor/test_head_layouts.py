@@ -314,6 +314,7 @@ def _is_by_heads(plan, block):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", BY_HEADS)
 @distributed(world_size=2)
 def test_divided_by_heads(group, name):

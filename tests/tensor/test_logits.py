@@ -462,6 +462,7 @@ def _under_autocast(model, tokens, targets):
         return _whole_step(model, tokens, targets)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "step",
     [

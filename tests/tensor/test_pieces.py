@@ -135,6 +135,7 @@ RULES = {
 }
 
 
+@pytest.mark.sweep(kept=None)
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls=CALLS, place=st.integers(0, 2), name=st.sampled_from(sorted(RULES)), in_region=st.booleans())
 def test_chains_of_functions_equal_the_full_tensor(calls, place, name, in_region):

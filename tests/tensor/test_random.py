@@ -300,6 +300,7 @@ def divided_stack(group, model, sequence):
     return rules
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sequence", [False, True])
 @distributed(world_size=2)
 def test_what_is_drawn_for_whole_samples_is_that_of_one_process(group, sequence):

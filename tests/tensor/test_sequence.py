@@ -187,6 +187,7 @@ KINDS = ("positions", "in place", "mean", "scale", "norm", "context")
 READ = ("heads", "pooled", "hooks", "without 0", "without 1", "without 2")
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_code_between_blocks_gets_whole_sequences(group):
     for kind in (*KINDS, *READ):

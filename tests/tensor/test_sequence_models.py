@@ -136,6 +136,7 @@ def compare(group, model, whole, sharding, lengths=(7, 8, 1), samples=2):
         same_by_name(model, whole, sharding.shards, group, "grad")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @distributed(world_size=2)
 def test_kinds_of_blocks(group, kind):
@@ -153,6 +154,7 @@ def test_kinds_of_blocks(group, kind):
     assert inside.count("reduce_scatter") == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["norm of its own", "Qwen3"])
 @distributed(world_size=4)
 def test_four_ranks(group, name):
@@ -434,6 +436,7 @@ class BetweenBlocks(Language):
         return self.head(self.norm(x))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["residual", "unseen", "mean", "in place", "skip"])
 @distributed(world_size=2)
 def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
@@ -509,6 +512,7 @@ TWICE = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", TWICE)
 @distributed(world_size=2)
 def test_modules_and_weights_that_are_used_in_two_places(group, kind):

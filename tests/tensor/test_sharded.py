@@ -156,6 +156,7 @@ def test_functions_of_a_shown_parameter_equal_the_full_one(group):
             )
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_shown_parameter_keeps_its_object_and_its_errors(group):
     for _, place, cut in _places(group):
