@@ -15,10 +15,11 @@ copies of two samples such a loss never fits. The self-check compares the step o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -60,6 +61,10 @@ _SINGLE = 1e-5
 """Tolerance in double precision: many models compute norms and their loss in single precision all the same."""
 _LOOSE = 5e-3
 """Tolerance where layers may compute in half precision."""
+_CERTAIN = 1e-2
+"""Difference that is no rounding in single precision."""
+_LARGE_BYTES = 64 << 20
+"""Models of more bytes are tried in their own precision first: in double precision they take three times as long."""
 
 FEW_COPIES = 4
 """The fewest copies of each sample, if memory allows: a loss selects all or none of fewer copies."""
@@ -229,13 +234,21 @@ class _Seen:
 
     def fits(self, weight: Callable[[Any], float]) -> bool:
         """Tell whether the mean by `weight` over the parts is the whole."""
+        return self.error(weight) <= self.tolerance
+
+    def is_certain(self, weights: Iterable[Callable[[Any], float]]) -> bool:
+        """Tell whether rounding in single precision cannot decide which of `weights` fit."""
+        return self.tolerance == _SINGLE and not any(_SINGLE < self.error(weight) < _CERTAIN for weight in weights)
+
+    def error(self, weight: Callable[[Any], float]) -> float:
+        """Return the largest difference of the mean by `weight` to the whole, relative to the largest value."""
         try:
             shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
         except ValueError:
-            return False  # the samples of this class of batches cannot be counted
+            return float("inf")  # the samples of this class of batches cannot be counted
         if not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < float("inf"):
-            return False
-        shares = shares / shares.sum()
+            return float("inf")
+        shares, error = shares / shares.sum(), 0.0
         for index in (0, 1):
             whole, *parts = (pair[index].double().cpu().flatten() for pair in self.values)
             if any(part.shape != whole.shape for part in parts):
@@ -243,15 +256,23 @@ class _Seen:
             # A part without weight may have given 0 / 0.
             mean = sum(share * part for share, part in zip(shares, parts) if share > 0)
             largest = max([float(value.abs().max()) for value in (whole, *parts) if value.numel()], default=0.0)
-            if not bool(((mean - whole).abs() <= self.tolerance * largest).all()):
-                return False
-        return True
+            difference = float((mean - whole).abs().max()) if whole.numel() else 0.0
+            if math.isnan(difference) or difference > 0 == largest:
+                return float("inf")
+            error = max(error, difference / largest if difference else 0.0)
+        return error
+
+
+_Way = Literal["single", "double", "loose"]
+_WAYS: tuple[_Way, ...] = ("single", "double", "loose")
+"""The precision of a run and of its comparison, in the order of the tries."""
 
 
 class _MeanCheck:
     """Runs steps of a truncated model on a few microbatches.
 
-    The model is in evaluation mode. It computes in double precision if it can, since half precision hides differences.
+    The model is in evaluation mode. It computes in double precision if it can, since half precision hides differences;
+    a large model in single precision where that is certain.
 
     Attributes:
         num_bytes: The size of all outputs of modules in the first run on two microbatches together.
@@ -264,24 +285,37 @@ class _MeanCheck:
         self.step = step
         self.split = split
         self.num_bytes = 0
+        sizes = (parameter.nbytes for parameter in module.parameters())
+        self._ways = _WAYS if sum(sizes) > _LARGE_BYTES else _WAYS[1:]
         # A single probe: a new one would take over the calls of the model's layers.
         self._probe = _Probe(module, LayerStack.at(module, plan.container), device)
 
-    def see(self, pair: Any, world: Group) -> _Seen | None:
-        """Run the step on microbatches together and one by one; None if there is no loss to compare."""
+    def see(self, pair: Any, rules: Sequence[Callable[[Any], float]], world: Group) -> _Seen | None:
+        """Run the step on microbatches together and one by one; None if there is no loss to compare.
+
+        Args:
+            pair: The microbatches.
+            rules: The weights among which the result decides.
+            world: The ranks that call this.
+        """
         parts = split_by(self.split, pair, 2)
-        for double in (True, False):
-            seen, failure = None, None
+        for way in self._ways:
+            seen, failure, is_certain = None, None, True
             try:
-                seen = self._see(pair, parts, double)
+                seen = self._see(pair, parts, way)
+                is_certain = seen is None or way != "single" or seen.is_certain(rules)
             except Exception as error:
                 failure = error
             # All ranks go on to the next precision together: the step may communicate.
-            if not any(comm.all_gather_object(failure is not None, world)):
+            everyone = comm.all_gather_object((failure is None, is_certain), world)
+            if not all(certain for _, certain in everyone):
+                self._ways = _WAYS[1:]  # its rounding is too large
+            elif all(ran for ran, _ in everyone):
                 return seen
         return None  # the analysis, or the first step, raises the error of the step
 
-    def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
+    def _see(self, pair: Any, parts: Sequence[Any], way: _Way) -> _Seen | None:
+        double = way == "double"
         recorder = DrawRecorder()
         with self._counted():
             runs = [self._run(pair, double, recorder)]
@@ -296,7 +330,7 @@ class _MeanCheck:
         loss = runs[0][0][0]
         if loss.dim() or not loss.is_floating_point():
             return None  # no loss, as in `predict_step`
-        is_exact = double and loss.dtype in (torch.float64, torch.float32)
+        is_exact = way != "loose" and loss.dtype in (torch.float64, torch.float32)
         tolerance = _SINGLE if is_exact else _LOOSE
         return _Seen(parts, [run[0] for run in runs], tolerance, [run[1] for run in runs], [run[2] for run in runs])
 
@@ -388,8 +422,8 @@ def find_microbatch_weight(
     check, given = _MeanCheck(module, plan, device, step, split), weight
     # Run two microbatches at a time: a device that trains on one may have no room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
-    found = _seen_pairs(check, pairs, batch, weight, world)
     rules = _rules(weight, batch, pairs[0], world)
+    found = _seen_pairs(check, pairs, batch, [weight, *rules], world)
     weight = rules[0]
     found += _seen_apart(check, batch, pairs[0], rules, found, world)
     known = [(pair, seen) for pair, seen in found if seen is not None]
@@ -431,18 +465,18 @@ def _rules(weight: Callable[[Any], float], batch: Any, pair: Any, world: Group) 
 
 
 def _seen_pairs(
-    check: _MeanCheck, pairs: Sequence[Any], batch: Any, weight: Callable[[Any], float], world: Group
+    check: _MeanCheck, pairs: Sequence[Any], batch: Any, rules: Sequence[Callable[[Any], float]], world: Group
 ) -> list[tuple[Any, _Seen | None]]:
-    """Run the step on the first pair of microbatches, the last pair, and a mixed pair; on more if `weight` is wrong."""
+    """Run the step on the first pair of microbatches, the last, and a mixed pair; on more if `rules[0]` is wrong."""
     tried = [pairs[0], *pairs[1:][-1:]]
     if check.split is split_batch and len(pairs) > 1:
         tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
-    found = [(pair, check.see(pair, world)) for pair in tried]
-    if not all(comm.all_gather_object(all(seen is None or seen.fits(weight) for _, seen in found), world)):
+    found = [(pair, check.see(pair, rules, world)) for pair in tried]
+    if not all(comm.all_gather_object(all(seen is None or seen.fits(rules[0]) for _, seen in found), world)):
         # Another count may fit a few samples by chance.
         # Each run of a pair communicates, so all ranks run equally many pairs.
         more = min(comm.all_gather_object(len(pairs) - 2, world))
-        found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
+        found += [(pair, check.see(pair, rules, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
     return found
 
 
@@ -463,7 +497,7 @@ def _seen_apart(
     # The step may communicate, so all replicas run it.
     if not any(comm.all_gather_object(apart is not None, world)):
         return []
-    seen = check.see(pair if apart is None else apart, world)
+    seen = check.see(pair if apart is None else apart, rules, world)
     # A step that has no mean on labels that were changed here tells nothing about the user's labels.
     return [(apart, seen)] if seen is not None and any(map(seen.fits, rules)) else []
 
@@ -537,7 +571,7 @@ def _copies_in_doubt(
     # Replicas have different samples, but run their steps together, so all run equally many.
     most = min(comm.all_gather_object(len(tried), world))
     for number in range(most):
-        seen = check.see(tried[number], world)
+        seen = check.see(tried[number], [weight], world)
         fits = comm.all_gather_object(None if seen is None else seen.fits(weight), world)
         if None in fits:
             return None
