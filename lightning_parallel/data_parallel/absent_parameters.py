@@ -23,9 +23,8 @@ from lightning_parallel.compat.torch import (
     parameters_of,
     pytree,
 )
-from lightning_parallel.data_parallel.host_steps import put_data
 
-__all__ = ["AbsentParameter", "Arrivals", "hollow_data", "is_foreign", "set_absent", "set_present"]
+__all__ = ["AbsentParameter", "Arrivals", "hollow_data", "is_foreign", "mark_absent", "mark_present"]
 
 _PROPERTIES: Any = Tensor
 _GET_DATA = _PROPERTIES.data.__get__
@@ -66,26 +65,21 @@ class AbsentParameter(nn.Parameter):
         return func(*args, **kwargs)
 
 
-def set_absent(parameter: nn.Parameter, hollow: Tensor, gradient: Tensor | None, gather: Callable[[Any], None]) -> None:
-    """Take the data of a parameter, until a function of it calls `gather` with its arguments.
+def mark_absent(parameter: nn.Parameter, gather: Callable[[Any], None]) -> None:
+    """Let the first function of a parameter call `gather` with its arguments.
 
     Args:
-        parameter: The parameter.
-        hollow: Its data meanwhile; see `hollow_data`.
-        gradient: Its gradient meanwhile.
-        gather: Makes the parameters among its argument present; see `set_present`.
+        parameter: The parameter, which gets hollow data; see `hollow_data`.
+        gather: Makes the parameters among its argument present; see `mark_present`.
     """
     parameter.__dict__["gather_slices"] = gather
     # A step over the tensor axis shows the parameter in another class, which looks for `gather_slices` as well.
     if type(parameter) is nn.Parameter:
         parameter.__class__ = AbsentParameter
-    put_data(parameter, hollow, gradient)
 
 
-def set_present(parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
-    """Give a parameter data, and make it an ordinary parameter."""
-    # First: another thread may read it as soon as it has the ordinary class.
-    put_data(parameter, data, gradient)
+def mark_present(parameter: Any) -> None:
+    """Make a parameter an ordinary one, once it has its data: another thread may read it then."""
     parameter.__dict__.pop("gather_slices", None)
     kind: type = type(parameter)
     if kind is AbsentParameter:
@@ -155,16 +149,21 @@ class Arrivals:
             wait: Waits until their values are in the memory.
         """
         arrival = _Arrival(parameters, wait)
-        with self._lock:
+        with self._lock, DisableTorchFunctionSubclass():
             if self.watches_calls and self._watch is None:
                 # For all modules: a hook of a module would travel with its copies, and into files.
                 self._watch = register_module_forward_pre_hook(self._before_call)
             for parameter in parameters:
-                key = parameter.shape, parameter.dtype, parameter.device
-                if key not in self._hollow:
-                    self._hollow[key] = hollow_data(parameter)
                 self._by_id[id(parameter)] = arrival
-                set_absent(parameter, self._hollow[key], parameter.grad, self.take)
+                mark_absent(parameter, self.take)
+                # The gradient stays, as the shape does.
+                parameter.data = self._hollow_of(parameter)
+
+    def _hollow_of(self, parameter: nn.Parameter) -> Tensor:
+        key = parameter.shape, parameter.dtype, parameter.device
+        if key not in self._hollow:
+            self._hollow[key] = hollow_data(parameter)
+        return self._hollow[key]
 
     def take(self, values: Any) -> None:
         """Wait for the parameters among values that are on their way, and for those that arrive with them."""
@@ -185,7 +184,8 @@ class Arrivals:
             with arrival.on_stream():
                 arrival.wait()
             for each, data in zip(arrival.parameters, arrival.data):
-                set_present(each, data, each.grad)
+                each.data = data
+                mark_present(each)
                 del self._by_id[id(each)]
             if self._watch is not None and not self._by_id:
                 self._watch.remove()

@@ -32,7 +32,7 @@ from lightning_parallel.compat.torch import (
     saved_tensors_hooks_now,
     version_of,
 )
-from lightning_parallel.data_parallel.absent_parameters import hollow_data, set_absent, set_present
+from lightning_parallel.data_parallel.absent_parameters import hollow_data, mark_absent, mark_present
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.host_steps import put_data
 from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to, write_columns
@@ -169,7 +169,12 @@ class ParameterShards(ParameterSlices):
     # ----------------------------------------------------------------------------------------- absent and present
 
     def _set_absent(self, unit: _Unit, index: int, gradient: Tensor | None) -> None:
-        set_absent(unit.parameters[index], unit.hollow[index], gradient, self.gather)
+        mark_absent(unit.parameters[index], self.gather)
+        put_data(unit.parameters[index], unit.hollow[index], gradient)
+
+    def _set_data(self, parameter: Any, data: Tensor, gradient: Tensor | None) -> None:
+        put_data(parameter, data, gradient)
+        mark_present(parameter)
 
     def gather(self, arguments: Any) -> None:
         """Make the absent parameters among arguments present; every replica must call it.
@@ -222,7 +227,7 @@ class ParameterShards(ParameterSlices):
                 full = torch.empty(unit.hollow[index].shape, dtype=columns.dtype, device=columns.device)
                 write_columns(full, columns)
                 self.traffic.add(full.nbytes)
-                set_present(parameter, full, parameter.grad)
+                self._set_data(parameter, full, parameter.grad)
                 # All empty tensors have the address 0.
                 if address := full.untyped_storage().data_ptr():
                     self._owner[address] = parameter
@@ -392,7 +397,7 @@ class ParameterShards(ParameterSlices):
                 kept, gradient = parameter.grad, self.cut(parameter.grad)
             self._whole[parameter] = unit.hollow[index], kept
             mine = unit.slices[index].view(-1, *[1] * (unit.hollow[index].dim() - 1))
-            set_present(parameter, mine, None if gradient is None else gradient.view(mine.shape))
+            self._set_data(parameter, mine, None if gradient is None else gradient.view(mine.shape))
 
     def _absent(self, unit: _Unit) -> None:
         if unit.is_present:

@@ -240,6 +240,11 @@ class ParameterSlices:
             for owner in module.modules()
         )
 
+    @property
+    def watches_calls(self) -> bool:
+        """Whether calls of some modules wait for their parameters, while any are on their way."""
+        return self._arrivals.watches_calls
+
     def settle(self) -> None:
         """Wait for all parameters that are on their way; no message."""
         self._arrivals.take_all()
@@ -256,7 +261,7 @@ class ParameterSlices:
             # Before the message, which holds their memory as well.
             is_late = self.gathers_late and all(self._may_be_late(p, updated) for p in members)
             is_bucket = not self._is_in_rows(members[0])
-            wait = self._send_bucket(members, updated) if is_bucket else self._send_rows(members[0])
+            wait = self._send_bucket(members, updated) if is_bucket else self._send_rows(members[0], updated)
             if is_late:
                 self._arrivals.expect(members, wait)
                 wait = partial(self._arrivals.take, members)
@@ -295,10 +300,13 @@ class ParameterSlices:
         is_large = numel * parameter.element_size() >= _DIRECT_BYTES * self.group.size
         return is_large and parameter.is_contiguous() and self.width(numel) * self.group.size == numel
 
-    def _send_rows(self, parameter: nn.Parameter) -> Callable[[], None]:
+    def _send_rows(self, parameter: nn.Parameter, updated: Mapping[Tensor, Tensor]) -> Callable[[], None]:
         """Begin to gather a parameter into its own memory; return the function that waits."""
         # The slices are already in their rows of the full parameter, so this needs no copy and no further memory.
         rows = parameter.data.view(self.group.size, -1)
+        mine = rows[self.group.rank]
+        if parameter in updated and updated[parameter].data_ptr() != mine.data_ptr():
+            mine.copy_(updated[parameter].view(-1))  # the optimizer has put another tensor into its place
         return comm.all_gather_(rows, self.group, async_op=True).wait
 
     def _send_bucket(self, members: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> Callable[[], None]:

@@ -1001,7 +1001,7 @@ class MeshStrategy(MeshProcesses):
         if found is not None:
             run.adopt(found)
             if run.slices is not None and not run.slices.keeps_slices:
-                gather_late(run.slices, self.module, self.groups)
+                gather_late(run.slices, self.module)
         # If any stage has changed: all ranks must prepare their optimizers together.
         if run.reducer is not None and any(has_new or changes is not None for has_new, changes in everyone):
             self._take_optimizers()

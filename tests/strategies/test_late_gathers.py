@@ -21,6 +21,7 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
 from lightning_parallel.data_parallel import AbsentParameter, parameter_slices
 from lightning_parallel.data_parallel.absent_parameters import Arrivals
+from lightning_parallel.tensor import sharded
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Block, fit
 from tests.strict_order import strict_order
@@ -172,6 +173,80 @@ def test_code_that_reads_weights_waits_for_them(group, stage):
         assert module.absent[0] == set(), how
         assert module.absent[1] == everything - ({"head.weight"} if how == "alias" else set()), how
         assert not any(isinstance(p, AbsentParameter) for p in module.parameters()), how
+
+
+class InStages(Reads):
+    """Has blocks for two stages, whose features tensor parallelism shards."""
+
+    def __init__(self, how="layers"):
+        super().__init__(how)
+        self.kernel = nn.Identity()
+
+
+class Replaces(SGD):
+    """Puts new tensors into the places of parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad
+        return loss
+
+
+class Manual(InStages):
+    """Takes two steps on each batch, of two optimizers, and reads a weight between them."""
+
+    def __init__(self, how="layers"):
+        super().__init__(how)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, index)
+            optimizer.zero_grad()
+            self.manual_backward(loss * (1 + self.head.weight.detach().norm()))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [SGD(self.blocks.parameters(), lr=0.1, momentum=0.5), Replaces(self.head.parameters(), lr=0.1)]
+
+
+CASES = {
+    "tensor": (InStages, "norms", {"tensor_parallel_size": 2}),
+    "pipeline": (InStages, "layers", {"pipeline_parallel_size": 2, "num_microbatches": 2}),
+    "compiled layers": (InStages, "norms", {"compile_layers": True}),
+    "tensor, manual": (Manual, "norms", {"tensor_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@distributed(world_size=4)
+def test_it_goes_with_shards_and_stages(group, case):
+    kind, how, options = CASES[case]
+    expected, module = kind(how), kind(how)
+    fit(expected, "auto", 1, limit_val_batches=0)
+    torch._dynamo.utils.counters.clear()
+    with one_message_each(), strict_order(), patched(sharded, "compiler_backend", lambda device: "aot_eager"):
+        replicas = 4 if "compile_layers" in options else 2
+        fit(module, HybridParallelStrategy(zero_stage=1, **options), 4, replicas, limit_val_batches=0)
+    assert_equal(module, expected)
+    assert max(map(len, module.absent)) > 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == ("compile_layers" in options)
+
+
+@distributed(world_size=2)
+def test_optimizers_that_step_in_turn_and_replace_tensors(group):
+    expected, module = Manual(), Manual()
+    fit(expected, "auto", 1, limit_val_batches=0)
+    with one_message_each():
+        fit(module, HybridParallelStrategy(zero_stage=1), 2, 2, limit_val_batches=0)
+    assert_equal(module, expected)
+    assert {len(each) for each in module.absent} == {0, len(list(module.blocks.parameters())), 2}
 
 
 class Looks(Callback):

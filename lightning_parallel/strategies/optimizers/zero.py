@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
-from lightning_parallel.compat.torch import has_compiled_parts
+from lightning_parallel.compat.torch import compiled_call_of, has_compiled_calls
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterShards, ParameterSlices, check_divisible, put_data
 from lightning_parallel.pipeline.layer_stack import find_layer_stacks
@@ -35,6 +35,7 @@ from lightning_parallel.strategies.checks import check_parameters
 from lightning_parallel.strategies.optimizers.checks import Needs, check_sliced, steps_in_turns
 from lightning_parallel.strategies.options import check_choice
 from lightning_parallel.strategies.ranks.replicas import equalize
+from lightning_parallel.tensor.sharded import CompiledLayer
 
 __all__ = [
     "Reshard",
@@ -126,16 +127,18 @@ def make_slices(
             # From backward on, parameters are narrow, and a hook may save the module before the step.
             slices.keep_states_whole(module)
         if not slices.keeps_slices:
-            gather_late(slices, module, groups)
+            gather_late(slices, module)
     return slices
 
 
-def gather_late(slices: ParameterSlices, module: LightningModule, groups: MeshGroups) -> None:
-    """Let the replicas gather the slices of a step under the next forward, if its code is known to wait for them."""
-    # Compiled code would leave its graph at each absent parameter.
-    slices.gathers_late = False
-    if module.automatic_optimization and groups.replica.size == 1 and not has_compiled_parts(module):
-        slices.gather_late(module)
+def gather_late(slices: ParameterSlices, module: nn.Module) -> None:
+    """Let the replicas gather the slices of a step under the next forward, if compiled code goes with it."""
+    slices.gather_late(module)
+    compiled = [each for each in module.modules() if has_compiled_calls(each)]
+    # Layers of `compile_layers` gather before they run. Other compiled code would leave its graph at each parameter.
+    is_ours = all(isinstance(compiled_call_of(each), CompiledLayer) for each in compiled)
+    # A watch over the calls of modules would compile layers anew as it comes and goes.
+    slices.gathers_late = not compiled or (is_ours and not slices.watches_calls)
 
 
 def settle_before_graphs(slices: ParameterSlices, patches: Patches) -> None:
