@@ -31,8 +31,11 @@ from torch.utils.data import DataLoader
 from lightning_parallel import TensorParallelStrategy, tracing
 from lightning_parallel.callbacks import (
     CommunicationProfiler,
+    HangWatchdog,
     MemoryProfiler,
     PipelineTimeline,
+    ProfileReport,
+    ReplicaDriftMonitor,
     StepBreakdown,
     StragglerMonitor,
     Throughput,
@@ -85,7 +88,7 @@ class Clock(Callback):
         return [(wall[1] - wall[0], busy[1] - busy[0]) for wall, busy in (zip(*pair) for pair in pairs)]
 
 
-def _measuring() -> list[Callback]:
+def _measuring(folder: str) -> list[Callback]:
     makers: tuple[Callable[..., Callback], ...] = (
         StepBreakdown,
         CommunicationProfiler,
@@ -93,7 +96,8 @@ def _measuring() -> list[Callback]:
         Throughput,
         StragglerMonitor,
     )
-    return [*(make(show_table=False) for make in makers), MemoryProfiler(show_table=False)]
+    others = HangWatchdog(), ReplicaDriftMonitor(show_table=False), ProfileReport(f"{folder}/report", show_diagnosis=False)
+    return [*(make(show_table=False) for make in makers), MemoryProfiler(show_table=False), *others]
 
 
 def _strategy(arguments: argparse.Namespace) -> Any:
@@ -132,7 +136,7 @@ def _worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     off, on = list[Step](), list[Step]()
     for block in range(2 * arguments.blocks):
         measured = block % 2 == 1
-        (on if measured else off).extend(_block(arguments, _measuring() if measured else []))
+        (on if measured else off).extend(_block(arguments, _measuring(folder) if measured else []))
     calls = _calls() if arguments.ranks > 1 else {}
     if rank == 0:
         _print(arguments, off, on, {**_spans(), **calls})
