@@ -96,8 +96,9 @@ def _measuring(folder: str) -> list[Callback]:
         Throughput,
         StragglerMonitor,
     )
-    others = HangWatchdog(), ReplicaDriftMonitor(show_table=False), ProfileReport(f"{folder}/report", show_diagnosis=False)
-    return [*(make(show_table=False) for make in makers), MemoryProfiler(show_table=False), *others]
+    report = ProfileReport(f"{folder}/report", show_diagnosis=False)
+    others = (MemoryProfiler(show_table=False), ReplicaDriftMonitor(show_table=False), HangWatchdog(), report)
+    return [*(make(show_table=False) for make in makers), *others]
 
 
 def _strategy(arguments: argparse.Namespace) -> Any:
