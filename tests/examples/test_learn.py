@@ -94,6 +94,7 @@ HOLDS = [collectives, broadcast_and_gather, data_loader, data_parallel_mlp, tens
 HOLDS += [pipeline_mlp, parameter_server, compression, hybrid, four_mistakes, context_parallel]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", range(1, 12))
 def test_a_lesson_ends_with_what_to_notice(number, tmp_path):
     ended = run_script(LESSONS[number - 1], cwd=tmp_path)
