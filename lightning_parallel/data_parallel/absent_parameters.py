@@ -131,10 +131,12 @@ class Arrivals:
     Attributes:
         watches_calls: Whether a call of a module outside torch waits for its own parameters first. Kernels of other
             libraries take the address of a parameter without a function.
+        order: The parameters in the order in which code has waited for them first, by `id`; one for each message.
     """
 
     def __init__(self) -> None:
         self.watches_calls = False
+        self.order: dict[int, None] = {}
         self._watch: RemovableHandle | None = None
         self._by_id: dict[int, _Arrival] = {}
         self._hollow: dict[Any, Tensor] = {}
@@ -183,6 +185,7 @@ class Arrivals:
                 return  # another thread has waited
             with arrival.on_stream():
                 arrival.wait()
+            self.order.setdefault(id(arrival.parameters[0]))
             for each, data in zip(arrival.parameters, arrival.data):
                 each.data = data
                 mark_present(each)

@@ -105,6 +105,9 @@ class ParameterSlices:
         if self.group.size > 1:
             check_divisible(parameters)
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self._late_steps = 0
+        self._read: dict[int, int] = {}
+        self._arrivals.order.clear()
         self._position = {key: index for index, key in enumerate(self._parameters)}
         if self.host is not None:
             self.host.keep(self._parameters)
@@ -202,7 +205,7 @@ class ParameterSlices:
         Args:
             gathered: Parameters whose slices the replicas gather, the same on all replicas; narrow or not.
         """
-        self._gather(gathered, self._restore())
+        self._gather(list(gathered), self._restore())
 
     def _restore(self) -> dict[Tensor, Tensor]:
         """Give narrow parameters their full data; return their slices, as the last step has left them."""
@@ -252,11 +255,13 @@ class ParameterSlices:
     def hide(self) -> None:
         """End what `show` began."""
 
-    def _gather(self, parameters: Iterable[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
-        if self.group.size == 1:
-            return  # the slice is the parameter
+    def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
+        if self.group.size == 1 or not parameters:
+            return  # alone, the slice is the parameter
+        if self.gathers_late:
+            self._agree_on_order()
         waits: list[Callable[[], None]] = []
-        buckets: list[Callable[[], None]] = []  # under way
+        buckets: list[tuple[Callable[[], None], bool]] = []  # under way; whether they may arrive late
         for members in self._messages_of(parameters):
             # Before the message, which holds their memory as well.
             is_late = self.gathers_late and all(self._may_be_late(p, updated) for p in members)
@@ -265,26 +270,36 @@ class ParameterSlices:
             if is_late:
                 self._arrivals.expect(members, wait)
                 wait = partial(self._arrivals.take, members)
-            else:
+            if is_bucket:
+                buckets.append((wait, is_late))
+            elif not is_late:
                 waits.append(wait)
             # A limit for memory: each bucket in flight holds the slices of all replicas.
-            if is_bucket:
-                buckets.append(wait)
-                if len(buckets) > (MOST_LATE if self.gathers_late else MOST_IN_FLIGHT):
-                    buckets.pop(0)()
-        for wait in waits:
+            if len(buckets) > (MOST_LATE if self.gathers_late else MOST_IN_FLIGHT):
+                buckets.pop(0)[0]()
+        for wait in [*waits, *(wait for wait, is_late in buckets if not is_late)]:
             wait()
 
     def _messages_of(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return the parameters that travel together, in the order of the model; the same on all replicas."""
+        """Return the parameters that travel together, in the order of their reads; the same on all replicas."""
         ordered = sorted(set(parameters), key=lambda parameter: self._position[id(parameter)])
         small = {str(self._position[id(p)]): p for p in ordered if not self._is_in_rows(p)}
         sizes = {name: p.numel() * p.element_size() for name, p in small.items()}
         buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (small[name].dtype, small[name].device))
         messages = [[small[name] for name in names] for names in buckets]
         messages += [[parameter] for parameter in ordered if self._is_in_rows(parameter)]
-        # The next forward reads them in about this order.
-        return sorted(messages, key=lambda members: self._position[id(members[0])])
+        # As the first forward has waited for them.
+        return sorted(messages, key=lambda members: self._rank_in_forward(self._position[id(members[0])]))
+
+    def _rank_in_forward(self, position: int) -> tuple[int, int]:
+        return self._read.get(position, len(self._read)), position
+
+    def _agree_on_order(self) -> None:
+        """Take the order in which the first replica has read its parameters, in the second step; a message, once."""
+        self._late_steps += 1
+        if self._late_steps == 2:
+            mine = [self._position[key] for key in self._arrivals.order if key in self._position]
+            self._read = {position: rank for rank, position in enumerate(comm.broadcast_object(mine, self.group))}
 
     def _may_be_late(self, parameter: nn.Parameter, updated: Mapping[Tensor, Tensor]) -> bool:
         """Return whether code can read the memory of a parameter only through the parameter.

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel.compat import patched
+from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
-from lightning_parallel.data_parallel import AbsentParameter, parameter_slices
+from lightning_parallel.data_parallel import AbsentParameter, ParameterSlices, parameter_slices
 from lightning_parallel.data_parallel.absent_parameters import Arrivals
+from lightning_parallel.strategies.optimizers.zero import settle_before_graphs
 from lightning_parallel.tensor import sharded
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Block, fit
@@ -249,6 +251,60 @@ def test_optimizers_that_step_in_turn_and_replace_tensors(group):
     assert {len(each) for each in module.absent} == {0, len(list(module.blocks.parameters())), 2}
 
 
+class Backwards(Reads):
+    """Has registered its layers in another order than its forward runs them, another one on each replica."""
+
+    def __init__(self, how="layers"):
+        super().__init__(how)
+        for name in ("blocks", "embed"):
+            layers = getattr(self, name)
+            delattr(self, name)
+            setattr(self, name, layers)
+
+    def training_step(self, batch, index):
+        if self.trainer.global_rank == 1:
+            self.head.weight.sum()
+        return super().training_step(batch, index)
+
+
+@distributed(world_size=2)
+def test_messages_travel_in_the_order_of_the_forward(group):
+    expected, module = Backwards(), Backwards()
+    fit(expected, "auto", 1, limit_val_batches=0)
+    sent, own = [], parameter_slices.ParameterSlices._messages_of
+
+    def messages_of(slices, parameters):
+        sent.append(own(slices, parameters))
+        return sent[-1]
+
+    with one_message_each(), strict_order(), patched(parameter_slices.ParameterSlices, "_messages_of", messages_of):
+        fit(module, HybridParallelStrategy(zero_stage=1), 2, 2, limit_val_batches=0)
+    assert_equal(module, expected)
+    names = {parameter: name.partition(".")[0] for name, parameter in module.named_parameters()}
+    orders = [list(dict.fromkeys(names[parameter] for (parameter,) in messages)) for messages in sent]
+    assert orders == [["kernel", "head", "blocks", "embed"]] + 3 * [["embed", "blocks", "kernel", "head"]]
+
+
+def test_parameters_are_there_before_a_graph_runs():
+    order = []
+
+    class Graph:
+        def replay(self):
+            order.append("replay")
+
+        def capture_begin(self, pool):
+            order.append(pool)
+
+    patches = Patches()
+    with patched(torch.cuda, "CUDAGraph", Graph):
+        settle_before_graphs(SimpleNamespace(settle=lambda: order.append("settled")), patches)
+        Graph().capture_begin(pool="pool")
+        Graph().replay()
+        patches.undo()
+        Graph().replay()
+    assert order == ["settled", "pool", "settled", "replay", "replay"]
+
+
 class Looks(Callback):
     """Reads weights in each of its hooks between two steps; they are there, and equal on both replicas."""
 
@@ -332,3 +388,22 @@ def test_a_message_is_awaited_once_and_its_error_stays():
         assert third.isnan().all()  # not the values of before
         with pytest.raises(RuntimeError, match="data pointer"):
             third.data_ptr()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@distributed(world_size=2)
+def test_each_bucket_is_awaited_once_and_few_are_under_way(group, is_late):
+    module = nn.ParameterList(torch.ones(3) for _ in range(6))
+    slices = ParameterSlices(dict(module.named_parameters()), group, bucket_bytes=1)
+    optimizer, awaited, own = SGD(module.parameters(), lr=0.5), [], slices._land
+    slices.divide(optimizer, Patches())
+    if is_late:
+        slices.gather_late(module)
+    slices._land = lambda members, pending: awaited.append(len(members)) or own(members, pending)
+    for parameter in module:
+        parameter.grad = torch.ones(3)
+    with patched(parameter_slices, "MOST_LATE", 2):
+        optimizer.step()
+    assert [isinstance(p, AbsentParameter) for p in module] == 4 * [False] + 2 * [is_late]
+    assert sum(module).tolist() == [3.0, 3.0, 3.0]
+    assert awaited == 6 * [1]
