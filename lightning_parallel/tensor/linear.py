@@ -257,13 +257,13 @@ class SharedInputs:
         dtype = compute_dtype(x)
         layout = None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
+            own = x.to(dtype)
             if layout is not None and not torch.is_grad_enabled() and running_results() is None:
-                own = x.to(dtype)
                 spans = _spans(own, own.shape, layout, self.group)
                 if spans is not None:
                     gradient = _InputGradient(self, layout, spans)  # only for its spans: no backward follows
                     return own.new_empty(_whole_shape(own, layout)), None, gradient, own
-            return kept(lambda: self.whole(x.to(dtype), layout)), None, None, None
+            return kept(lambda: self.whole(own, layout)), None, None, None
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
