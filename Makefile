@@ -73,7 +73,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling step_path host checkpoint; do \
+	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling step_path host checkpoint start; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, Union
 
 import torch
@@ -23,7 +23,17 @@ from torch import Tensor
 
 from lightning_parallel.comm import Group
 
-__all__ = ["Memory", "SavedStates", "corners", "joined", "mean_of", "slots_for", "state_of", "without_memory"]
+__all__ = [
+    "Memory",
+    "SavedStates",
+    "StackKey",
+    "corners",
+    "joined",
+    "mean_of",
+    "slots_for",
+    "state_of",
+    "without_memory",
+]
 
 Shapes = Optional[tuple[Sequence[int], ...]]  # of the tensors of a stack; None if they are its rows
 
@@ -46,9 +56,29 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-class _StackKey(NamedTuple):
+class StackKey(NamedTuple):
+    """Values that share one tensor, and its form.
+
+    Attributes:
+        slot: Slot of the values.
+        names: Their parameters.
+        shape: Shape of a row of the tensor, which is (names, *shape).
+        dtype: Its dtype.
+        device: Its device.
+        shapes: Shapes of the values, if they are corners of the rows; the rest of a row must be zero.
+    """
+
     slot: str
     names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    shapes: Shapes = None
+
+    def new(self, make: Callable[..., Tensor]) -> _Stack:
+        """Return a stack with a tensor by `torch.empty` or `torch.zeros`."""
+        tensor = make((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
+        return _Stack(tensor, tensor.unbind() if self.shapes is None else tuple(corners(tensor, self.shapes)))
 
 
 class _Stack(NamedTuple):
@@ -56,17 +86,6 @@ class _Stack(NamedTuple):
 
     tensor: Tensor
     rows: tuple[Tensor, ...]
-    shapes: Shapes
-
-    @classmethod
-    def of(cls, tensor: Tensor, shapes: Shapes = None) -> _Stack:
-        """Return the stack with its rows, which are views."""
-        return cls(tensor, tensor.unbind() if shapes is None else tuple(corners(tensor, shapes)), shapes)
-
-    def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, shapes: Shapes) -> bool:
-        """Return whether the stack has this shape, dtype and device, and its tensors have these shapes."""
-        found = self.tensor
-        return found.shape == shape and found.dtype == dtype and found.device == device and self.shapes == shapes
 
 
 class Memory:
@@ -74,11 +93,11 @@ class Memory:
 
     def __init__(self) -> None:
         self._current: dict[str, dict[str, Tensor]] = {}
-        self._buffers: dict[_StackKey, list[_Stack]] = {}  # [current] or [spare, current]
-        self._complete: set[_StackKey] = set()  # stacks whose current rows are all in `_current`
-        self._staged: dict[_StackKey, _Stack] = {}
-        self._held: dict[_StackKey, _Stack] = {}  # in this step
-        self._discarded: list[_StackKey] = []
+        self._buffers: dict[StackKey, list[_Stack]] = {}  # [current] or [spare, current]
+        self._complete: set[StackKey] = set()  # stacks whose current rows are all in `_current`
+        self._staged: dict[StackKey, _Stack] = {}
+        self._held: dict[StackKey, _Stack] = {}  # in this step
+        self._discarded: list[tuple[str, tuple[str, ...]]] = []
 
     def holds(self, slot: str, name: str) -> bool:
         """Return whether the slot has a committed tensor of this name."""
@@ -102,75 +121,29 @@ class Memory:
             )
         return tensor if tensor is None or tensor.device == device else tensor.to(device)
 
-    def read_stack(
-        self,
-        slot: str,
-        names: tuple[str, ...],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        shapes: Shapes = None,
-    ) -> Tensor | None:
-        """Return the committed stack (names, *shape); None if the tensors are not one stack: use `read` for each.
+    def read_stack(self, key: StackKey) -> Tensor | None:
+        """Return the committed stack (names, *shape); None if the tensors are not one stack: use `read` for each."""
+        return self._buffers[key][-1].tensor if key in self._complete else None
 
-        Args:
-            shapes: See `stage`.
+    def stage(self, key: StackKey) -> Tensor:
+        """Return an uninitialised tensor (names, *shape) whose rows become the new values of the names at `commit`.
+
+        Within one step the same key gives the same tensor.
         """
-        key = _StackKey(slot, names)
-        if key not in self._complete:
-            return None
-        stack = self._buffers[key][-1]
-        return stack.tensor if stack.fits((len(names), *shape), dtype, device, shapes) else None
+        if key not in self._staged:
+            buffers = self._buffers.get(key, [])
+            self._staged[key] = buffers[0] if len(buffers) == 2 else key.new(torch.empty)
+        return self._staged[key].tensor
 
-    def stage(
-        self,
-        slot: str,
-        names: Sequence[str],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        shapes: Shapes = None,
-    ) -> Tensor:
-        """Return an uninitialised tensor (names, *shape) whose rows become the new values of `names` at `commit`.
-
-        Within one step the same names give the same tensor.
-
-        Args:
-            shapes: Shapes of the values, which are corners of the rows; the rest of a row must be zero.
-        """
-        key = _StackKey(slot, tuple(names))
-        if key in self._staged:
-            return self._staged[key].tensor
-        buffers = self._buffers.get(key, [])
-        size = (len(names), *shape)
-        spare = buffers[0] if len(buffers) == 2 else None
-        if spare is None or not spare.fits(size, dtype, device, shapes):
-            spare = _Stack.of(torch.empty(size, dtype=dtype, device=device), shapes)
-        self._staged[key] = spare
-        return spare.tensor
-
-    def hold(
-        self,
-        slot: str,
-        names: Sequence[str],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        shapes: Shapes = None,
-    ) -> Tensor:
-        """Return the values of `names` in one tensor (names, *shape), zeros at first, to be changed in place.
+    def hold(self, key: StackKey) -> Tensor:
+        """Return the values in one tensor (names, *shape), zeros at first, to be changed in place.
 
         There is no second buffer: a rollback sets the values to zero.
-
-        Args:
-            shapes: See `stage`.
         """
-        key = _StackKey(slot, tuple(names))
-        size = (len(names), *shape)
-        if key not in self._complete or not self._buffers[key][-1].fits(size, dtype, device, shapes):
-            made = _Stack.of(torch.zeros(size, dtype=dtype, device=device), shapes)
-            for name, row in zip(names, made.rows):
-                old = self.read(slot, name, device, row.shape)
+        if key not in self._complete:
+            made = key.new(torch.zeros)
+            for name, row in zip(key.names, made.rows):
+                old = self.read(key.slot, name, key.device, row.shape)
                 if old is not None:
                     row.copy_(old)
             self._install(key, [made])
@@ -182,17 +155,16 @@ class Memory:
 
     def discard(self, slot: str, names: Sequence[str]) -> None:
         """Remove the values of `names` in `slot` at `commit`."""
-        self._discarded.append(_StackKey(slot, tuple(names)))
+        self._discarded.append((slot, tuple(names)))
 
     def commit(self) -> None:
         """Replace the old values by the staged ones."""
-        for key in self._discarded:
-            slot = self._current.get(key.slot, {})
-            for name in key.names:
-                slot.pop(name, None)
-            gone = set(key.names)
+        for slot, names in self._discarded:
+            for name in names:
+                self._current.get(slot, {}).pop(name, None)
             # A stack with a removed row must not be read as one tensor: the row would come back.
-            self._complete -= {other for other in self._complete if other.slot == key.slot and gone & {*other.names}}
+            gone = {key for key in self._complete if key.slot == slot and not set(names).isdisjoint(key.names)}
+            self._complete -= gone
         new = [key for key in self._staged if key not in self._buffers]
         for key, stack in self._staged.items():
             # The staged tensor becomes the current buffer, and the current buffer the spare of the next step.
@@ -216,13 +188,13 @@ class Memory:
         self._held = {}
         self._discarded = []
 
-    def _install(self, key: _StackKey, stacks: list[_Stack]) -> None:
+    def _install(self, key: StackKey, stacks: list[_Stack]) -> None:
         """Keep `stacks`, and the rows of the last one as the values."""
         self._buffers[key] = stacks
         self._current.setdefault(key.slot, {}).update(zip(key.names, stacks[-1].rows))
         self._complete.add(key)
 
-    def _forget_regrouped(self, new: Sequence[_StackKey]) -> None:
+    def _forget_regrouped(self, new: Sequence[StackKey]) -> None:
         """Drop stacks with a name of a `new` stack, as after buckets were rebuilt."""
         # The new stack replaces their rows. Together, the old stacks are as large as the memory itself.
         taken = {(key.slot, name) for key in new for name in key.names}

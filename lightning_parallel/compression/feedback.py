@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import add_all_, copy_all_
-from lightning_parallel.compression.compressor_state import Memory, Shapes, corners
+from lightning_parallel.compression.compressor_state import Memory, Shapes, StackKey, corners
 from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import (
     AllReduceRequest,
@@ -168,6 +168,17 @@ class GradientBlock:
     def device(self) -> torch.device:
         """Device of the gradients."""
         return self.gradients[0].device
+
+    def stack_key(self, slot: str, shape: Optional[Sequence[int]] = None, shapes: Shapes = None) -> StackKey:
+        """Return the key of one value per name in the memory; by default of tensors like the gradients.
+
+        Args:
+            shape: Shape of a row.
+            shapes: Shapes of the values, if they are corners of the rows.
+        """
+        if shape is None:
+            shape, shapes = self.shape, self.shapes
+        return StackKey(slot, self.names, tuple(shape), self.dtype, self.device, shapes)
 
     def new_work(self) -> Tensor:
         """Return a tensor (names, *shape); its elements beyond `rows` are zero."""
@@ -343,11 +354,11 @@ class Feedback:
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
     # A step reads one buffer and writes the other, so a staged tensor never overwrites a tensor from `_read`.
-    return memory.stage(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
+    return memory.stage(block.stack_key(slot))
 
 
 def _hold(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
-    return memory.hold(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
+    return memory.hold(block.stack_key(slot))
 
 
 def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tensor]]:
@@ -356,7 +367,7 @@ def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tens
 
 def _read_stacked(block: GradientBlock, memory: Memory, slot: str) -> Optional[Tensor]:
     """Return the committed values in one tensor (names, *shape); None if there are none."""
-    found = memory.read_stack(slot, block.names, block.shape, block.dtype, block.device, block.shapes)
+    found = memory.read_stack(block.stack_key(slot))
     if found is not None:
         return found
     # After buckets were rebuilt, or after a load, the rows of a block are in different tensors.

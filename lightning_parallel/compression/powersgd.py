@@ -217,7 +217,7 @@ class PowerSGD(Compressor):
         # The plain form starts each step from Q alone, so P is not kept.
         if self.alternate or side == "right":
             shapes = None if padding is None else padding.factor_shapes(axis, mine.shape[1])
-            step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device, shapes).copy_(mean)
+            step.memory.stage(block.stack_key(side, mine.shape[1:], shapes)).copy_(mean)
         if self.alternate:
             # The missing factor tells the next step of this parameter which factor to send: see `effective_steps`.
             step.memory.discard("right" if side == "left" else "left", block.names)
@@ -233,7 +233,7 @@ class PowerSGD(Compressor):
         axis = _SIDES.index(side)
         whole = (n, m)[axis]
         shapes = None if block.padding is None else block.padding.factor_shapes(axis, rank)
-        kept = step.memory.read_stack(side, block.names, (rank, whole), block.dtype, block.device, shapes)
+        kept = step.memory.read_stack(block.stack_key(side, (rank, whole), shapes))
         if kept is not None:
             return kept
         basis = torch.zeros(len(block.names), rank, whole, dtype=block.dtype, device=block.device)

@@ -462,7 +462,7 @@ class Sign(Compressor):
         scales = (part.abs().sum(1) / max(valid, 1)).float()
         bits = pack_signs(part)
         if block.keep_rest:
-            staged = step.memory.stage("server_residual", block.names, (chunk,), part.dtype, part.device)
+            staged = step.memory.stage(block.stack_key("server_residual", (chunk,)))
             torch.addcmul(
                 part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
             )
