@@ -180,16 +180,33 @@ def all_gather_(whole: Tensor, group: Group, async_op: bool = False) -> Any:
 def _start_all_gather(whole: Tensor, part: Tensor, group: Group, has_handle: bool) -> Any:
     # `all_gather` pads `part` to one size on all ranks, so both ranks take the same way.
     is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
-    if is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered:
-        if whole[group.rank].data_ptr() != part.data_ptr():
-            whole[group.rank].copy_(part.detach())  # detached: autograd does not see the copy that gloo makes either
-        return _Swap(part, whole[1 - group.rank], group, _GATHER_TAG)
+    if is_large and group.size <= DIRECT_MAX_RANKS and part.device.type == "cpu":
+        return _gather_by_all_to_all(whole, part.detach(), group)
     if part.device.type == "cpu":
         # gloo writes all rows, this rank's row too, so it must not read from one.
         is_row = whole[group.rank].data_ptr() == part.data_ptr()
         source = part.clone() if is_row else part
         return dist.all_gather(list(whole.unbind()), source, group=group.process_group, async_op=True)
     return all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
+
+
+def _gather_by_all_to_all(whole: Tensor, part: Tensor, group: Group) -> Any:
+    """Start to send `part` to every rank at once: gloo's all-gather takes a step for each rank, and two copies."""
+    # Not by `isend`, with which gloo sends in the calling thread. Its own thread meanwhile spins for the lock of the
+    # connection, and on a busy machine keeps the processor from the sender.
+    into, rows = whole, part
+    split: list[int] | None = None
+    if group.size == 2:
+        if whole[group.rank].data_ptr() != part.data_ptr():
+            whole[group.rank].copy_(part)
+        into = whole[1 - group.rank]
+        split = [0 if place == group.rank else part.numel() * part.element_size() for place in range(2)]
+    else:
+        rows = part.expand(group.size, *part.shape).contiguous()
+    # As bytes, because gloo knows few dtypes. Unseen, as `launch` records it.
+    into, rows = (tensor.detach().view(-1).view(torch.uint8) for tensor in (into, rows))
+    with unseen():
+        return dist.all_to_all_single(into, rows, split, split, group=group.process_group, async_op=True)
 
 
 def reduce_scatter(
@@ -568,15 +585,20 @@ def _traced(result: Tensor, async_op: bool) -> Any:
 
 # ----------------------------------------------------------------------------------------- messages between CPU ranks
 
-DIRECT_MIN_BYTES = 1 << 18
-"""Bytes from which two ranks gather by messages; below, gloo has the lower latency."""
+DIRECT_MIN_BYTES = 1 << 16
+"""Bytes from which few ranks gather by an all-to-all; below, an all-gather has the lower latency."""
+DIRECT_MAX_RANKS = 4
+"""Ranks up to which an all-to-all gathers.
+
+Of more ranks, several may be on one host: a ring sends each part between two hosts once, and an all-to-all many times.
+"""
 PAIRWISE_MAX_BYTES = 1 << 21
 """Bytes up to which two ranks reduce by messages.
 
 Above, the addition in the calling thread costs more than the steps of gloo's ring.
 """
 # Outside the range of tags between stages. One tag per kind: collectives of several kinds may be in flight at once.
-_REDUCE_TAG, _GATHER_TAG, _SCATTER_TAG = ((1 << 20) + number for number in range(3))
+_REDUCE_TAG, _SCATTER_TAG = 1 << 20, (1 << 20) + 1
 _GATHER_TURN_TAG, _SCATTER_TURN_TAG = ((1 << 20) + number for number in (3, 4))
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

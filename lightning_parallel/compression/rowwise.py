@@ -9,18 +9,21 @@ Other cases (devices, fp64, stochastic rounding) use single operations, which gi
 therefore mix both; the mean over ranks, `decode_mean`, may differ in the last bit. This module closes two gaps of the
 kernels:
 
-    They add 1e-8 to the width of a group, and many gradients are smaller. With 8 bits, they get 2^56 times the numbers.
+    With 8 bits, they add 1e-8 to the width of a group before they compute q, and not to its scale. Here the scale
+    includes it. A group of width 2^-20 thus has levels that are 1 % wider. Narrower groups are multiplied by 2^56.
     With fewer bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
-    They may ignore NaN. With 8 bits, 0 times the sum of all numbers is added to the scales. With fewer bits, the peak
-    shows NaN and infinity.
+    They may ignore NaN. With 8 bits, a sum of all numbers finds it, and the scales become NaN. With fewer bits, the
+    peak shows NaN and infinity.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +34,12 @@ __all__ = ["Bits", "aligned", "decode_mean", "decode_rows", "encode_rows", "pack
 
 Bits = Literal[8, 4, 2]
 
-_HOST_NUMBERS = 1 << 18  # that a CPU works on in one go: few calls, and temporary tensors that stay in its cache
+_HOST_NUMBERS = 1 << 20  # that a CPU works on in one go: each operation costs a call, and temporary tensors stay in L3
 _DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and no large temporary tensors
-_ENLARGED = 2.0**56
 _EPSILON = 1e-8  # of torch's kernel
+_EPSILON_SCALE = float(torch.tensor(_EPSILON) / 255)  # in fp32
+_NARROW = 2.0**-20 / 255  # scale of a group below which the epsilon would cost levels
+_ENLARGED = 2.0**56
 _FUSED = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack")
 _KINDS = {8: "byte", 4: "4bit", 2: "2bit"}  # in the names of torch's kernels
 
@@ -72,7 +77,7 @@ def encode_rows(
     if numbers.is_meta:  # an estimate of bytes needs only the size of `packed`
         return
     extent = (packed.shape[1] - 8) * 8 // bits
-    sums = []
+    total = 0.0
     for begin, end in _pieces(packed, 1, extent):
         place = slice(begin * extent, end * extent)
         piece = numbers[place]
@@ -81,21 +86,18 @@ def encode_rows(
             _fill(piece, late, place)
         whole, tail = len(piece) // extent, len(piece) % extent
         if whole:
-            sums += _encode(
-                piece[: whole * extent].view(whole, extent), packed[begin : begin + whole], bits, noise, rest
-            )
+            rows = piece[: whole * extent].view(whole, extent)
+            total += _encode(rows, packed[begin : begin + whole], bits, noise, rest)
         if begin + whole == end:
             continue
         # The last numbers do not fill a group: zeros in a copy fill it.
         padded = piece.new_zeros(end - begin - whole, extent)
         padded[0, :tail] = piece[whole * extent :]
-        sums += _encode(padded, packed[begin + whole : end], bits, noise, rest)
+        total += _encode(padded, packed[begin + whole : end], bits, noise, rest)
         if rest:
             piece[whole * extent :] = padded[0, :tail]
-    if sums:
-        # Zero times a number that is not finite is NaN: every scale and bias of the tensor shows it.
-        poison = torch.stack(sums).sum() * 0
-        packed[:, -8:].view(torch.float32).mul_(1 / _ENLARGED).add_(poison)
+    if not math.isfinite(total):
+        packed[:, -8:].view(torch.float32).fill_(torch.nan)
 
 
 def _fill(piece: Tensor, late: Sum, place: slice) -> None:
@@ -172,16 +174,18 @@ def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, in
         yield begin, min(begin + count, len(packed))
 
 
-def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> list[Tensor]:
+def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> float:
     """Encode rows (groups, extent), all of them at once.
 
     Returns:
-        The sum of all numbers, if scales and biases still have the factor 2^56; otherwise nothing.
+        The sum of all numbers, if the scales do not show NaN; otherwise zero.
     """
     is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
+    total = 0.0
     if is_fused and bits == 8:
-        return [_encode_bytes_fused(rows, packed, rest)]
-    if is_fused:
+        total = rows.sum().item()
+        _encode_bytes_fused(rows, packed)
+    elif is_fused:
         _encode_short_fused(rows, packed, bits)
     elif bits == 8:
         _encode_bytes(rows, packed, noise)
@@ -189,7 +193,7 @@ def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Gener
         _encode_short(rows, packed, bits, noise)
     if rest:
         rows.sub_(_decode(packed, bits, rows.dtype))
-    return []
+    return total
 
 
 def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -216,25 +220,35 @@ def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(ends[:, 1:], levels, ends[:, :1]).mul_(peaks)
 
 
-def _encode_bytes_fused(rows: Tensor, packed: Tensor, rest: bool) -> Tensor:
-    enlarged = torch.ops.quantized.embedding_bag_byte_prepack(rows * _ENLARGED)
-    packed.copy_(enlarged)
-    total = rows.sum()
-    if rest:
-        # The factor is a power of two: this gives the same bits as dividing scale and bias by it.
-        rows.sub_(torch.ops.quantized.embedding_bag_byte_unpack(enlarged), alpha=1 / _ENLARGED)
-    return total
+def _encode_bytes_fused(rows: Tensor, packed: Tensor) -> None:
+    packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(rows))
+    # By numpy, whose calls on few numbers cost a fraction of torch's.
+    scale = packed.numpy().view(np.float32)[:, -2]
+    with np.errstate(all="ignore"):
+        is_narrow = scale < _NARROW
+        if not is_narrow.any():
+            scale += _EPSILON_SCALE
+            return
+        # Groups of equal numbers need no levels, and may be most of a sparse gradient.
+        narrow = torch.from_numpy((is_narrow & (scale > 0)).nonzero()[0])
+        packed[narrow] = torch.ops.quantized.embedding_bag_byte_prepack(rows[narrow].mul_(_ENLARGED))
+        packed[narrow, -8:] = as_bytes(packed[narrow, -8:].view(torch.float32).mul_(1 / _ENLARGED))
+        scale += np.where(is_narrow, np.float32(_EPSILON_SCALE / _ENLARGED), np.float32(_EPSILON_SCALE))
 
 
 def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]) -> None:
-    enlarged = rows * _ENLARGED
-    least, largest = enlarged.amin(1, keepdim=True), enlarged.amax(1, keepdim=True)
+    least, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     width = (largest - least).float()
+    scale = width / 255
+    # Divided by 2^56, instead of numbers that are multiplied by it: the bits are those of the fused kernel. In fp64,
+    # which has no such kernel, for all groups: numbers times a power of two then give the same levels.
+    narrow = _NARROW if rows.dtype == torch.float32 else math.inf
+    epsilon = torch.full_like(scale, _EPSILON).masked_fill_(scale < narrow, _EPSILON / _ENLARGED)
     # Scale and bias are rounded before the levels are computed, because the decoder reads the rounded values.
     bias = least.float()
-    levels = _rounded(enlarged.sub_(bias).mul_(255 / (width + _EPSILON)), noise).clamp_(0, 255)
+    levels = _rounded((rows - bias).mul_(255 / width.add_(epsilon)), noise).clamp_(0, 255)
     packed[:, :-8] = levels.to(torch.uint8)
-    packed[:, -8:] = as_bytes(torch.cat([width / 255, bias], dim=1).mul_(1 / _ENLARGED))
+    packed[:, -8:] = as_bytes(torch.cat([scale.add_(epsilon.div_(255)), bias], dim=1))
 
 
 def _peaks(rows: Tensor) -> Tensor:

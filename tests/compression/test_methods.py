@@ -256,9 +256,11 @@ def test_quantization_error_is_within_a_level(bits):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
     """On a rank that lacks the kernels, or on a device; and both see what is not finite, which the kernels may hide."""
-    rows = randn(8, 512, dtype=torch.float32) * torch.logspace(-18, 6, 8).unsqueeze(1)
+    rows = randn(8, 512, dtype=torch.float32) * torch.logspace(-18, 30, 8).unsqueeze(1)
     rows[2] = 0
     rows[3] = 7.25
+    rows[4].div_(rows[4].max() - rows[4].min()).mul_(0.99 * 2**-20)  # with 8 bits enlarged, and the next row not
+    rows[5].div_(rows[5].max() - rows[5].min()).mul_(1.01 * 2**-20)
     fused, single = (torch.zeros(8, rowwise.packed_bytes(512, bits), dtype=torch.uint8) for _ in range(2))
     rest, other_rest = rows.clone(), rows.clone()
     rowwise.encode_rows(rest.view(-1), fused, bits, rest=True)
@@ -270,6 +272,8 @@ def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
     assert torch.equal(rest, other_rest)
     torch.testing.assert_close(rest, rows - back.view(8, 512), rtol=0, atol=0)
     assert rest[2].count_nonzero() == 0
+    level = (rows.amax(1) - rows.amin(1)) / (2**bits - 1)
+    assert (rest.abs().amax(1) <= level * (0.506 if bits == 8 else 0.52)).all()
     for is_fused in (True, False):
         for value in (torch.nan, torch.inf, -torch.inf):
             poisoned = rows.clone()
