@@ -357,8 +357,10 @@ def test_hooks_evaluation_files_and_errors_wait(group, stage):
             name = f"{devices} on {group.rank}" if devices == 1 else "2"
             saves = ModelCheckpoint(folder, name, every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
             fit(Reads(), strategy, devices, devices, limit_val_batches=0, callbacks=[saves], enable_checkpointing=True)
+        comm.barrier(group)  # rank 0 writes the file
         files = [torch.load(folder / f"{name}.ckpt")["state_dict"] for name in (f"1 on {group.rank}", "2")]
         torch.testing.assert_close(files[0], files[1], rtol=1e-10, atol=1e-12)
+        comm.barrier(group)  # rank 0 removes it
     ended = []
     for strategy, devices in (("auto", 1), (HybridParallelStrategy(zero_stage=stage), 2)):
         ended.append(Stops(last=3))
