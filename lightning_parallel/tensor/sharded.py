@@ -253,7 +253,7 @@ class ShardedTensor(StandIn):
         is_fact = name in _FACTS or (is_property and func not in _OF_VALUES)
         if not is_fact and name not in WITHOUT_VALUES and func not in _OF_SHAPE:
             gather_absent((args, kwargs))
-        if is_fact or _is_code_for_shards(caller := _caller(sys._getframe(1))):
+        if is_fact or _is_code_for_shards(caller := _caller(sys._getframe(1))) or _is_compiled(caller):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if _is_in_user(caller, args, kwargs):
@@ -377,6 +377,19 @@ def _caller(frame: Any) -> Any:
 def _is_code_for_shards(frame: Any) -> bool:
     """Return whether code handles shards: this package, or an optimizer of torch."""
     return frame is None or frame.f_globals.get("__name__", "").startswith(_HANDLE_SHARDS)
+
+
+def _is_compiled(frame: Any) -> bool:
+    """Return whether the code of a graph runs: `CompiledLayer` compiles layers with shards, and backward reads them."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch._functorch."):
+            return True
+        # The code of a graph has no name of a module, or one of these.
+        if name not in ("", "torch._ops") and not name.startswith(("torch._inductor.", "torch._dynamo.")):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _is_in_user(frame: Any, args: Any, kwargs: Any) -> bool:

@@ -1,5 +1,7 @@
 """`compile_layers=True`: equal to one process, without graph breaks, in shards, stages and slices of parameters."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from lightning_parallel.tensor import sharded
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
+NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 OPTIONS = {"max_epochs": 1, "limit_val_batches": 0}
 
 
@@ -18,22 +21,25 @@ def counts():
     return counters["stats"]["unique_graphs"], {**counters["graph_break"], **counters["unimplemented"]}
 
 
-@pytest.mark.sweep(kept=2)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    "options",
+    ("options", "backend"),
     [
-        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2},
-        {"tensor_parallel_size": 2, "zero_stage": 3},
-        {"tensor_parallel_size": 2, "activation_checkpointing": "selective"},
+        ({"tensor_parallel_size": 2}, "aot_eager"),
+        pytest.param({"tensor_parallel_size": 2}, "inductor", marks=NEEDS_COMPILER),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}, "aot_eager"),
+        ({"tensor_parallel_size": 2, "zero_stage": 3}, "aot_eager"),
+        ({"tensor_parallel_size": 2, "activation_checkpointing": "selective"}, "aot_eager"),
     ],
-    ids=["stages", "slices", "recomputed"],
+    ids=["shards", "shards, inductor", "stages", "slices", "recomputed"],
 )
 @distributed(world_size=4)
-def test_compiled_layers_are_exact(options):
+def test_compiled_layers_are_exact(options, backend):
     replicas = 1 if "pipeline_parallel_size" in options else 2
     expected, module = Deep(), Deep()
     expected_trainer = fit(expected, "auto", 1, **OPTIONS)
     torch.compiler.reset()
+    torch._inductor.config.compile_threads = 1  # in this process
     torch._dynamo.utils.counters.clear()
     seen = []
 
@@ -41,7 +47,7 @@ def test_compiled_layers_are_exact(options):
         seen.extend(compiled_call_of(block) is not None for block in module.blocks)
 
     module.on_train_start = on_train_start
-    with patched(sharded, "compiler_backend", lambda device: "aot_eager"):
+    with patched(sharded, "compiler_backend", lambda device: backend):
         trainer = fit(module, HybridParallelStrategy(compile_layers=True, **options), 4, replicas, **OPTIONS)
     graphs, breaks = counts()
     assert any(seen) if "pipeline_parallel_size" in options else all(seen)
