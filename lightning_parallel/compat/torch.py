@@ -36,6 +36,9 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 
 # The id of the running backward pass, -1 if none runs. No public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
+
+# Leaves the transforms of `torch.func` inside a block.
+from torch._C import _DisableFuncTorch as no_transforms
 from torch._C import _EnableTorchFunction as EnableTorchFunction
 
 # The number of dispatch modes that see operators now.
@@ -91,6 +94,7 @@ from lightning_parallel.compat import Patches, patched
 __all__ = [
     "BUFFERS",
     "apply_of",
+    "no_transforms",
     "transforms_active",
     "CALLS",
     "CALL_CODE",
@@ -177,6 +181,7 @@ __all__ = [
     "overload_packet",
     "random_values",
     "position_in_graph",
+    "named_parameters_of",
     "parameters_of",
     "num_dispatch_modes",
     "pytree",
@@ -268,9 +273,24 @@ BUFFERS = "_buffers"
 MODULES = "_modules"
 
 
-# Returns the parameters that belong to a module itself, by name, to read or replace. `named_parameters` leaves out None
-# and repeated entries. Setting an attribute would run the `__setattr__` of the module's class.
-parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that belong to the module itself, by name, to read or replace.
+
+    `named_parameters` leaves out None and repeated entries. Setting an attribute would run the `__setattr__` of the
+    module's class.
+    """
+    own: dict[str, nn.Parameter | None] = module._parameters
+    return getattr(own, "held", own)  # behind a dictionary that waits for absent parameters, see `Arrivals`
+
+
+def named_parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield what `named_parameters` yields, without a wait for absent parameters."""
+    seen: set[nn.Parameter] = set()
+    for path, child in module.named_modules():
+        for key, parameter in parameters_of(child).items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                yield f"{path}.{key}" if path else key, parameter
 
 
 def copy_of(module: nn.Module, known: Mapping[int, Any] | None = None) -> nn.Module:

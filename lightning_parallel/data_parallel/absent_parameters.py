@@ -1,30 +1,34 @@
 """Parameters without data, whose first function waits until they have data.
 
-No module is wrapped: the tensor itself knows that it is absent. So weights that code reads outside their layer, copies
-or saves are there as well. Until then the parameter has NaN in each place, so that a leak is seen.
+The tensor itself knows that it is absent. So weights that code reads outside their layer, copies or saves are there as
+well. Until then the parameter has NaN in each place, so that a leak is seen. Where waiting needs no message, as in
+`Arrivals`, a read from the module waits as well, for code that no class of tensors sees.
 """
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.compat.torch import (
+    PARAMETERS,
     WITHOUT_VALUES,
     DisableTorchFunctionSubclass,
     forbid_data_access,
+    no_transforms,
     parameters_of,
     pytree,
 )
 
-__all__ = ["AbsentParameter", "Arrivals", "hollow_data", "is_foreign", "mark_absent", "mark_present"]
+__all__ = ["AbsentParameter", "Arrivals", "hollow_data", "mark_absent", "mark_present"]
 
 _PROPERTIES: Any = Tensor
 _GET_DATA = _PROPERTIES.data.__get__
@@ -96,11 +100,6 @@ def hollow_data(parameter: Tensor) -> Tensor:
     return hollow
 
 
-def is_foreign(module: nn.Module) -> bool:
-    """Return whether a class of modules is neither of torch nor of this package."""
-    return not type(module).__module__.startswith(("torch.nn.", "lightning_parallel."))
-
-
 class _Arrival:
     """Parameters that arrive together, with their data, the function that waits, and the stream on which it does."""
 
@@ -125,23 +124,80 @@ def _joined(stream: Any, now: Any) -> Any:
     now.wait_stream(stream)
 
 
+class _Held(dict[str, Any]):
+    """Stands for the parameters of a module while some are absent: a read waits, and ends this.
+
+    Code that takes a weight from its module, and gives it to a function that no class of tensors sees (TorchScript,
+    transforms of `torch.func`, kernels of other libraries), has its data.
+
+    Args:
+        holder: The module.
+        held: Its parameters.
+        wait: Waits for the parameters among its argument.
+    """
+
+    def __init__(self, holder: nn.Module, held: dict[str, Any], wait: Callable[[Any], None]) -> None:
+        super().__init__(held)
+        self.held = held
+        self._holder, self._wait = holder, wait
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the parameters, and give the module its own dictionary again; returns it."""
+        self._wait(list(self.held.values()))
+        if vars(self._holder).get(PARAMETERS) is self:
+            vars(self._holder)[PARAMETERS] = self.held
+        return self.held
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.end(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.end()),)
+
+
+def _ends(name: str) -> Callable[..., Any]:
+    def method(self: _Held, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.end(), name)(*args, **kwargs)
+
+    return method
+
+
+def _of_names(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.held, name)(*args)
+
+
+for _name in ("__contains__", "__len__", "keys"):
+    setattr(_Held, _name, _of_names(_name))
+# Also `__iter__`: without it, `dict(held)` would copy the entries without a call.
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__eq__", "__or__", "__ror__", "__ior__"):
+    setattr(_Held, _name, _ends(_name))
+for _name in ("get", "items", "values", "pop", "popitem", "copy", "update", "setdefault", "clear"):
+    setattr(_Held, _name, _ends(_name))
+
+
 class Arrivals:
-    """Parameters that are absent until their data have arrived; the first function of one of them waits.
+    """Parameters that are absent until their data have arrived; the first read of one of them waits.
 
     Attributes:
-        watches_calls: Whether a call of a module outside torch waits for its own parameters first. Kernels of other
-            libraries take the address of a parameter without a function.
         order: The parameters in the order in which code has waited for them first, by `id`; one for each message.
     """
 
     def __init__(self) -> None:
-        self.watches_calls = False
         self.order: dict[int, None] = {}
-        self._watch: RemovableHandle | None = None
         self._by_id: dict[int, _Arrival] = {}
+        self._holders: dict[int, list[nn.Module]] = {}
         self._hollow: dict[Any, Tensor] = {}
         # Threads of the user may read parameters at the same time.
         self._lock = threading.RLock()
+        _all_arrivals.add(self)
+
+    def hold(self, module: nn.Module) -> None:
+        """Let reads of the parameters of a module and its submodules wait, too, if they are absent."""
+        self._holders = {}
+        for child in module.modules():
+            for parameter in parameters_of(child).values():
+                if parameter is not None:
+                    self._holders.setdefault(id(parameter), []).append(child)
 
     def expect(self, parameters: Sequence[nn.Parameter], wait: Callable[[], None]) -> None:
         """Make parameters absent that have their memory already.
@@ -152,14 +208,15 @@ class Arrivals:
         """
         arrival = _Arrival(parameters, wait)
         with self._lock, DisableTorchFunctionSubclass():
-            if self.watches_calls and self._watch is None:
-                # For all modules: a hook of a module would travel with its copies, and into files.
-                self._watch = register_module_forward_pre_hook(self._before_call)
             for parameter in parameters:
                 self._by_id[id(parameter)] = arrival
                 mark_absent(parameter, self.take)
                 # The gradient stays, as the shape does.
                 parameter.data = self._hollow_of(parameter)
+                for holder in self._holders.get(id(parameter), ()):
+                    own = vars(holder).get(PARAMETERS)
+                    if type(own) is dict:
+                        vars(holder)[PARAMETERS] = _Held(holder, own, self.take)
 
     def _hollow_of(self, parameter: nn.Parameter) -> Tensor:
         key = parameter.shape, parameter.dtype, parameter.device
@@ -179,7 +236,8 @@ class Arrivals:
             self._take(next(iter(self._by_id.values())).parameters[0])
 
     def _take(self, parameter: nn.Parameter) -> None:
-        with self._lock, torch.no_grad(), torch.inference_mode(False), DisableTorchFunctionSubclass():
+        # Below the transforms of `torch.func`, which would refuse to write into memory of the outside.
+        with self._lock, torch.no_grad(), torch.inference_mode(False), DisableTorchFunctionSubclass(), no_transforms():
             arrival = self._by_id.get(id(parameter))
             if arrival is None:
                 return  # another thread has waited
@@ -190,10 +248,20 @@ class Arrivals:
                 each.data = data
                 mark_present(each)
                 del self._by_id[id(each)]
-            if self._watch is not None and not self._by_id:
-                self._watch.remove()
-                self._watch = None
+            for holder in [one for each in arrival.parameters for one in self._holders.get(id(each), ())]:
+                own = vars(holder).get(PARAMETERS)
+                if isinstance(own, _Held) and not any(id(value) in self._by_id for value in own.held.values()):
+                    own.end()
 
-    def _before_call(self, module: nn.Module, _: Any) -> None:
-        if is_foreign(module):
-            self.take(list(parameters_of(module).values()))
+
+_all_arrivals: weakref.WeakSet[Arrivals] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    # A child has no messages, and would wait without end: the workers of a loader may read the model.
+    for arrivals in list(_all_arrivals):
+        arrivals.take_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)

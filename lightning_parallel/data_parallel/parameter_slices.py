@@ -30,7 +30,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import global_step_hooks, step_hooks_of, storage_address, tensors_of_memory
-from lightning_parallel.data_parallel.absent_parameters import Arrivals, is_foreign
+from lightning_parallel.data_parallel.absent_parameters import Arrivals
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.data_parallel.host_steps import HostSteps, put_data
 
@@ -238,15 +238,7 @@ class ParameterSlices:
     def gather_late(self, module: nn.Module) -> None:
         """Gather the slices of each step while the next forward runs, from now on."""
         self.gathers_late = True
-        self._arrivals.watches_calls = any(
-            is_foreign(owner) and any(self.divides(each) for each in owner.parameters(recurse=False))
-            for owner in module.modules()
-        )
-
-    @property
-    def watches_calls(self) -> bool:
-        """Whether calls of some modules wait for their parameters, while any are on their way."""
-        return self._arrivals.watches_calls
+        self._arrivals.hold(module)
 
     def settle(self) -> None:
         """Wait for all parameters that are on their way; no message."""

@@ -3,6 +3,8 @@
 import copy
 import functools
 import io
+import os
+import signal
 import tempfile
 import threading
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from torch.optim import SGD
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.compat import Patches, patched
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, parameters_of
 from lightning_parallel.data_parallel import AbsentParameter, ParameterSlices, parameter_slices
 from lightning_parallel.data_parallel.absent_parameters import Arrivals
 from lightning_parallel.strategies.optimizers.zero import settle_before_graphs
@@ -72,6 +74,30 @@ def on_one_rank(module):
     return (module.head.weight if module.trainer.global_rank else module.embed.weight).sum() * 0
 
 
+@torch.jit.script
+def scripted(weight):
+    return weight * 2
+
+
+def transformed_module(module):
+    return torch.func.vmap(torch.func.grad(lambda x: module.head(x).sum()))(torch.ones(3, 8, dtype=torch.float64))
+
+
+def forked(module):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for a message would never end
+        os._exit(int(not module.head.weight.isfinite().all()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return module.head.weight
+
+
+def written_anew(module):
+    with torch.no_grad():
+        module.head.bias.set_(module.head.bias * 0.9)
+    return module.head.bias
+
+
 READS = {
     "norms": lambda module: torch.stack([p.norm() for p in module.parameters()]),
     "foreach": lambda module: torch.stack(torch._foreach_norm(list(module.parameters()))),
@@ -85,10 +111,26 @@ READS = {
     "thread": on_a_thread,
     "transformed": transformed,
     "transformed inside": transformed_inside,
+    "transformed rows": lambda module: torch.func.vmap(lambda row: row.square().sum())(module.head.weight),
+    "transformed module": transformed_module,
+    "scripted": lambda module: scripted(module.head.weight),
+    "copied as numbers": lambda module: torch.tensor(module.head.weight),
+    "forked": forked,
+    "written anew": written_anew,
     "changed": changed,
     "alias": lambda module: module.alias,
     "one rank": on_one_rank,
 }
+
+
+def absent_in(module):
+    """Return the names of absent parameters, without a read that waits for them."""
+    own = {
+        f"{path}.{key}".lstrip("."): p
+        for path, child in module.named_modules()
+        for key, p in parameters_of(child).items()
+    }
+    return {name for name, p in own.items() if isinstance(p, AbsentParameter)}
 
 
 class Kernel(nn.Module):
@@ -131,7 +173,7 @@ class Reads(LightningModule):
 
     def training_step(self, batch, index):
         x, y = batch
-        self.absent.append({name for name, p in self.named_parameters() if isinstance(p, AbsentParameter)})
+        self.absent.append(absent_in(self))
         factor = READS[self.how](self).double().square().mean() if self.how in READS else 1.0
         return F.cross_entropy(self(x), y) * (1 + factor)
 
@@ -174,7 +216,7 @@ def test_code_that_reads_weights_waits_for_them(group, stage):
         everything = {name for name, _ in module.named_parameters()}
         assert module.absent[0] == set(), how
         assert module.absent[1] == everything - ({"head.weight"} if how == "alias" else set()), how
-        assert not any(isinstance(p, AbsentParameter) for p in module.parameters()), how
+        assert not absent_in(module), how
 
 
 class InStages(Reads):
@@ -312,7 +354,7 @@ class Looks(Callback):
         self.seen = []
 
     def on_train_batch_end(self, trainer, module, *_):
-        assert not any(isinstance(p, AbsentParameter) for p in module.parameters())
+        assert not absent_in(module)
         with DisableTorchFunctionSubclass():
             self.seen.append(sum(p.detach().square().sum() for p in module.parameters()))
 
@@ -406,6 +448,6 @@ def test_each_bucket_is_awaited_once_and_few_are_under_way(group, is_late):
         parameter.grad = torch.ones(3)
     with patched(parameter_slices, "MOST_LATE", 2):
         optimizer.step()
-    assert [isinstance(p, AbsentParameter) for p in module] == 4 * [False] + 2 * [is_late]
+    assert [isinstance(p, AbsentParameter) for p in parameters_of(module).values()] == 4 * [False] + 2 * [is_late]
     assert sum(module).tolist() == [3.0, 3.0, 3.0]
     assert awaited == 6 * [1]

@@ -25,7 +25,13 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import StateOwner
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import FOREIGN, ParallelState, Patches, is_power_of_two, is_users
-from lightning_parallel.compat.torch import forward_hooks_of, global_step_hooks, gradient_hooks_of, step_hooks_of
+from lightning_parallel.compat.torch import (
+    forward_hooks_of,
+    global_step_hooks,
+    gradient_hooks_of,
+    named_parameters_of,
+    step_hooks_of,
+)
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.checkpoints.files import LOCAL_STEPS
@@ -211,7 +217,7 @@ class HookWatch:
                 )
 
     def _wrap_gradient_hooks(self) -> None:
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named_parameters_of(self._module):
             for hooks in gradient_hooks_of(parameter):
                 self._wrap_all(hooks, name)
 

@@ -136,9 +136,7 @@ def gather_late(slices: ParameterSlices, module: nn.Module) -> None:
     slices.gather_late(module)
     compiled = [each for each in module.modules() if has_compiled_calls(each)]
     # Layers of `compile_layers` gather before they run. Other compiled code would leave its graph at each parameter.
-    is_ours = all(isinstance(compiled_call_of(each), CompiledLayer) for each in compiled)
-    # A watch over the calls of modules would compile layers anew as it comes and goes.
-    slices.gathers_late = not compiled or (is_ours and not slices.watches_calls)
+    slices.gathers_late = all(isinstance(compiled_call_of(each), CompiledLayer) for each in compiled)
 
 
 def settle_before_graphs(slices: ParameterSlices, patches: Patches) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.compat import FOREIGN, ParallelState, is_power_of_two
-from lightning_parallel.compat.torch import backward_hooks_of, gradient_hooks_of
+from lightning_parallel.compat.torch import backward_hooks_of, gradient_hooks_of, named_parameters_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.hooks.views import HookError
 from lightning_parallel.strategies.steps.state import Snapshot, label_of
@@ -80,7 +80,7 @@ class GradientHooks:
         """
         # Find the hooks in each step: code may register hooks between steps.
         self._steps += 1
-        named = list(self._module.named_parameters())
+        named = list(named_parameters_of(self._module))
         self._held = {name: _take_off(one) for name, one in named if any(gradient_hooks_of(one))}
         # The dicts after the removal: any further key comes from the step.
         numbers = {name: [hooks.copy() for hooks in held.hooks] for name, held in self._held.items()}

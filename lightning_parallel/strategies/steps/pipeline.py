@@ -46,7 +46,7 @@ from lightning_parallel.compat.lightning import (
     update_count_of,
 )
 from lightning_parallel.compat.precision import kept_casts, shared_casts
-from lightning_parallel.compat.torch import has_compiled_parts
+from lightning_parallel.compat.torch import has_compiled_parts, named_parameters_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import (
@@ -191,7 +191,7 @@ class PipelineSteps:
         """
         self._copies.check()
         # Frozen ones, too: the step may train them.
-        parameters = list(self.module.parameters())
+        parameters = [parameter for _, parameter in named_parameters_of(self.module)]
         is_needed = self._gradients_are_needed()
         # A single process sets old gradients to zero after `training_step`; here both would need memory at once.
         held = {each: each.grad for each in parameters if is_needed or not each.requires_grad}

@@ -35,7 +35,7 @@ from lightning_parallel.compat import (
     is_users,
     is_users_object,
 )
-from lightning_parallel.compat.torch import CALLS, buffers_of, pytree, version_of
+from lightning_parallel.compat.torch import CALLS, buffers_of, named_parameters_of, pytree, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor, missing
 from lightning_parallel.tensor.pieces import Piece
@@ -771,7 +771,7 @@ class FrozenParameters:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._values = {name: value for name, value in module.named_parameters() if not value.requires_grad}
+        self._values = {name: value for name, value in named_parameters_of(module) if not value.requires_grad}
         self._before = comm.fingerprints(self._values.values())
 
     def failure(self) -> RuntimeError | None:
