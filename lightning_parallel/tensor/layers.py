@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import (
+    PARAMETERS,
     DisableTorchFunctionSubclass,
     assert_on_device,
     gather_absent,
@@ -525,7 +526,8 @@ class VocabEmbedding(nn.Embedding):
 
 def on_shards(x: Tensor, layer: nn.Module) -> AbstractContextManager[Any]:
     """Compute inside the block with the shards of a layer's parameters, which read as full parameters in a step."""
-    for parameter in parameters_of(layer).values():
+    # Each layer of a step comes here: no call of a function. Parameters that still arrive are awaited.
+    for parameter in vars(layer)[PARAMETERS].values():
         # Ordinary parameters are neither absent nor read as full.
         if parameter is not None and type(parameter) is not nn.Parameter:
             gather_absent(list(parameters_of(layer).values()))
