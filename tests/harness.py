@@ -110,6 +110,8 @@ class _Pool:
 
     def _results(self, outcomes: dict[int, tuple[str, Any]], deadline_s: float) -> list[Any]:
         bad = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome[0] not in ("result", "skip")}
+        if any(kind == "spoiled" for kind, _ in bad.values()):
+            raise _SpoiledError
         if bad:
             text = "\n".join(f"--- rank {rank}: {kind}\n{text}" for rank, (kind, text) in bad.items())
             raise RankError(text, {kind for kind, _ in bad.values()})
@@ -142,6 +144,10 @@ class DurationError(AssertionError):
     """A duration is not what it should be, which on a busy machine proves nothing."""
 
 
+class _SpoiledError(Exception):
+    """An earlier job has left connections broken, as a refusal that one rank raises alone does."""
+
+
 class RankError(AssertionError):
     """A distributed test failed; the text holds every failing rank's traceback, `kinds` how they failed."""
 
@@ -169,6 +175,12 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
             return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
     except pytest.skip.Exception:
         raise
+    except _SpoiledError:
+        is_new = _pools[world_size].jobs == 1
+        _pools.pop(world_size).kill()
+        if is_new:
+            raise
+        return run(function, world_size, deadline_s, **kwargs)
     except BaseException:  # its answers would reach the next job
         _pools.pop(world_size).kill()
         raise
@@ -366,9 +378,20 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
                 return
             # What a launcher would have set; Lightning's teardown removes some of it.
             os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-            outcome, groups = _outcome(*job), len(dist.distributed_c10d._world.pg_map)
+            outcome = _outcome(*job) if _are_connected() else ("spoiled", "the ranks are not connected")
+            groups = len(dist.distributed_c10d._world.pg_map)
             is_patched = "deepspeed" in sys.modules  # it replaces functions of torch, and leaves them so
             pipe.send((outcome, groups, is_patched))
+
+
+def _are_connected() -> bool:
+    import torch.distributed as dist
+
+    try:
+        dist.barrier()
+    except (RuntimeError, ValueError):  # a connection is broken, or the group is gone
+        return False
+    return True
 
 
 def _share_cores() -> None:
