@@ -124,7 +124,7 @@ def _joined(stream: Any, now: Any) -> Any:
     now.wait_stream(stream)
 
 
-class _Held(dict[str, Any]):
+class _AwaitedParameters(dict[str, Any]):
     """Stands for the parameters of a module while some are absent: a read waits, and ends this.
 
     Code that takes a weight from its module, and gives it to a function that no class of tensors sees (TorchScript,
@@ -156,7 +156,7 @@ class _Held(dict[str, Any]):
 
 
 def _ends(name: str) -> Callable[..., Any]:
-    def method(self: _Held, *args: Any, **kwargs: Any) -> Any:
+    def method(self: _AwaitedParameters, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.end(), name)(*args, **kwargs)
 
     return method
@@ -167,12 +167,12 @@ def _of_names(name: str) -> Callable[..., Any]:
 
 
 for _name in ("__contains__", "__len__", "keys"):
-    setattr(_Held, _name, _of_names(_name))
+    setattr(_AwaitedParameters, _name, _of_names(_name))
 # Also `__iter__`: without it, `dict(held)` would copy the entries without a call.
 for _name in ("__getitem__", "__setitem__", "__delitem__", "__iter__", "__eq__", "__or__", "__ror__", "__ior__"):
-    setattr(_Held, _name, _ends(_name))
+    setattr(_AwaitedParameters, _name, _ends(_name))
 for _name in ("get", "items", "values", "pop", "popitem", "copy", "update", "setdefault", "clear"):
-    setattr(_Held, _name, _ends(_name))
+    setattr(_AwaitedParameters, _name, _ends(_name))
 
 
 class Arrivals:
@@ -216,7 +216,7 @@ class Arrivals:
                 for holder in self._holders.get(id(parameter), ()):
                     own = vars(holder).get(PARAMETERS)
                     if type(own) is dict:
-                        vars(holder)[PARAMETERS] = _Held(holder, own, self.take)
+                        vars(holder)[PARAMETERS] = _AwaitedParameters(holder, own, self.take)
 
     def _hollow_of(self, parameter: nn.Parameter) -> Tensor:
         key = parameter.shape, parameter.dtype, parameter.device
@@ -250,7 +250,9 @@ class Arrivals:
                 del self._by_id[id(each)]
             for holder in [one for each in arrival.parameters for one in self._holders.get(id(each), ())]:
                 own = vars(holder).get(PARAMETERS)
-                if isinstance(own, _Held) and not any(id(value) in self._by_id for value in own.held.values()):
+                if isinstance(own, _AwaitedParameters) and not any(
+                    id(value) in self._by_id for value in own.held.values()
+                ):
                     own.end()
 
 
