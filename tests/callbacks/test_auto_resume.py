@@ -153,7 +153,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.sweep(kept=2)
+@pytest.mark.sweep(kept=3)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "saved before there was a context axis"])
 @distributed(world_size=4)
 def test_ranks_go_on_bit_for_bit(strategy, tmp_path):

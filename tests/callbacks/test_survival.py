@@ -85,6 +85,7 @@ def test_ranks_that_are_told_to_end_save_and_exit(strategy, ranks, signalled, sk
         assert_equal_weights(folder, whole(strategy))
 
 
+@pytest.mark.sweep(kept=None)
 def test_killed_ranks_are_started_again_by_torchrun(tmp_path, whole):
     folder = tmp_path / "killed"
     folder.mkdir()

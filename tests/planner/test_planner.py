@@ -776,6 +776,7 @@ def test_accumulated_batches_share_one_reduction_and_one_update():
         plan(Model(), tokens(), cluster(), accumulated=0)
 
 
+@pytest.mark.sweep(kept=None)
 def test_the_plan_says_whether_compression_pays():
     said = {}
     for name, (node_link, options) in {

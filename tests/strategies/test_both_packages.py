@@ -362,6 +362,7 @@ class _Interrupt(twins.Callback):
             raise InterruptedError
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("package", PACKAGES)
 @distributed(world_size=2)
 def test_an_interrupted_run_goes_on(package, tmp_path, group):

@@ -103,6 +103,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stage", "name"), [(0, "bf16"), (1, "bf16 summed in fp32"), (1, "fp16"), (2, "bf16"), (2, "fp16")]
 )

@@ -59,7 +59,7 @@ def expect_gradients(module, expected):
 
 
 # The stacks of Mixtral are those of OLMoE; `tests/tensor` and `tests/pipeline` train Mixtral.
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "MixtralForCausalLM"])
 @distributed(world_size=4)
 def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):

@@ -205,6 +205,7 @@ def one_message_each():
         yield
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 2])
 @distributed(world_size=2)
 def test_code_that_reads_weights_waits_for_them(group, stage):
@@ -267,6 +268,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
 @distributed(world_size=4)
 def test_it_goes_with_shards_and_stages(group, case):

@@ -522,6 +522,7 @@ class Toggling(Deep):
         return super().training_step(batch, index)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sizes", "replicas"),
     [

@@ -210,6 +210,7 @@ def test_exchanges_at_every_step_are_ddp(group):
     assert_near(module, dict(one.named_parameters()))
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_a_replica_may_be_a_mesh(group):
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}):

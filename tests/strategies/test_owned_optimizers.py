@@ -234,7 +234,7 @@ def test_it_trains_like_one_process_on_two_ranks(layout):
     expect_the_weights_of_one_process(layout)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if LAYOUTS[each][1] == 4])
 @distributed(world_size=4)
 def test_it_trains_like_one_process_on_four_ranks(layout):
@@ -294,7 +294,7 @@ def test_messages_travel_beside_the_steps_of_other_turns(group):
     assert re.fullmatch(expected, found), found
 
 
-@pytest.mark.sweep(kept=1)
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("case", ["mixed", "adafactor"])
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, case):
@@ -333,7 +333,7 @@ class Watching(Varied):
             del optimizer.state[self.head.weight]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["tensor 2, stage 3", "tensor 2, pipeline 2", "pipeline 2, stage 1"])
 @distributed(world_size=4)
 def test_hooks_see_the_state_of_one_process(layout):

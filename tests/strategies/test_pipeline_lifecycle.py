@@ -19,6 +19,7 @@ from tests.strategies.models import Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=8)
 def test_all_three_axes_with_a_clip_norm():
     expected, module = Deep(), Deep()

@@ -326,7 +326,7 @@ def test_a_divided_sequence_with_replicas():
     assert ParallelState.of(module).sharding.plan.sequence_regions
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize(
     ("layout", "schedule", "options"),
     [

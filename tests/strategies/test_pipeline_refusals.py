@@ -245,6 +245,7 @@ _FAILURES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "schedule",
     [{"schedule": "1f1b"}, {"schedule": "interleaved_zb", "virtual_stages": 2, "num_microbatches": 4}],

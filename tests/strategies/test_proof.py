@@ -500,6 +500,7 @@ CHANGED_BY_MICROBATCHES = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("microbatches", [4, 8])
 @distributed(world_size=2)
 def test_steps_that_microbatches_change_are_refused(microbatches):
@@ -851,6 +852,7 @@ class ReadsOutputs(Callback):
         return sum(self.total(item) for item in items)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("verify", ["auto", "off"])
 @distributed(world_size=2)
 def test_what_a_step_returns_is_whole_for_who_looks_on_one_rank(group, verify):
@@ -959,6 +961,7 @@ class Adversaries(Tokens):
             self.untoggle_optimizer(optimizer)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @distributed(world_size=2)
 def test_gradients_that_a_step_asks_for_are_whole(group, options):

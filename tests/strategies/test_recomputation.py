@@ -177,7 +177,7 @@ def test_two_ranks_equal_one_process(group, layout):
     assert plain.runs - 4 <= module.runs_again <= plain.runs
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["tensor x pipeline", "sequence x pipeline", "tensor x data"])
 @distributed(world_size=4)
 def test_four_ranks_equal_one_process(group, layout):
@@ -218,6 +218,7 @@ def test_auto_computes_as_few_layers_again_as_fit(group, layout):
         train(Model(), layout, "auto")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["1f1b", "zb_h1"])
 @distributed(world_size=2)
 def test_auto_keeps_each_stage_within_the_limit(group, layout):

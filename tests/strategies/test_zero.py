@@ -176,6 +176,7 @@ def test_it_trains_like_one_process(group, layout, stage, cases):
                     assert abs(state[key].numel() - owner.numel() / here / replicas) < 8, f"{case}: {name}"
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group):
     def run_in(layout, optimizer, **options):

@@ -108,7 +108,7 @@ def test_layers_that_read_one_tensor_share_a_message(group):
     assert counts == [4, 4]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("later", [False, True])
 @distributed(world_size=2)
 def test_a_block_that_draws_leaves_its_graph(later, group):
