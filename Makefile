@@ -31,7 +31,7 @@ define run_tests
 endef
 
 test: .venv/installed
-	@echo "About 3,300 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
+	@echo "About 3,400 tests, many with 2 to 4 processes each. For the duration see CONTRIBUTING.md, Tests."
 	$(call run_tests,"not (gpu or ray or browser or more)")
 
 # The other cases of costly tests, and tests that take a cluster of Ray or a browser.
