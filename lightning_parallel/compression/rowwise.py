@@ -240,8 +240,8 @@ def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]
     least, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     width = (largest - least).float()
     scale = width / 255
-    # Divided by 2^56, instead of numbers that are multiplied by it: the bits are those of the fused kernel. In fp64,
-    # which has no such kernel, for all groups: numbers times a power of two then give the same levels.
+    # The fused kernel multiplies the numbers of narrow groups by 2^56. To divide epsilon instead gives the same bits.
+    # fp64 has no such kernel, so this holds for all its groups: then a power of two as factor changes no level.
     narrow = _NARROW if rows.dtype == torch.float32 else math.inf
     epsilon = torch.full_like(scale, _EPSILON).masked_fill_(scale < narrow, _EPSILON / _ENLARGED)
     # Scale and bias are rounded before the levels are computed, because the decoder reads the rounded values.

@@ -176,7 +176,7 @@ for _name in ("get", "items", "values", "pop", "popitem", "copy", "update", "set
 
 
 class Arrivals:
-    """Parameters that are absent until their data have arrived; the first read of one of them waits.
+    """Holds parameters without data until their messages arrive. The first read of such a parameter waits.
 
     Attributes:
         order: The parameters in the order in which code has waited for them first, by `id`; one for each message.
@@ -225,7 +225,7 @@ class Arrivals:
         return self._hollow[key]
 
     def take(self, values: Any) -> None:
-        """Wait for the parameters among values that are on their way, and for those that arrive with them."""
+        """Wait for the absent parameters among values. Parameters of the same message arrive with them."""
         for leaf in pytree.tree_leaves(values) if self._by_id else ():
             if id(leaf) in self._by_id:
                 self._take(leaf)

@@ -383,7 +383,7 @@ def _is_compiled(frame: Any) -> bool:
     """Return whether the code of a graph runs: `CompiledLayer` compiles layers with shards, and backward reads them."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("torch._functorch."):
+        if name.startswith("torch._functorch._aot_autograd."):
             return True
         # The code of a graph has no name of a module, or one of these.
         if name not in ("", "torch._ops") and not name.startswith(("torch._inductor.", "torch._dynamo.")):

@@ -279,14 +279,19 @@ class _MeanCheck:
     """
 
     def __init__(
-        self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        device: torch.device,
+        step: Callable[[Any], Any],
+        split: SplitBatch,
+        is_large: bool,
     ) -> None:
         self.module = module
         self.step = step
         self.split = split
         self.num_bytes = 0
-        sizes = (parameter.nbytes for parameter in module.parameters())
-        self._ways = _WAYS if sum(sizes) > _LARGE_BYTES else _WAYS[1:]
+        self._ways = _WAYS if is_large else _WAYS[1:]
         # A single probe: a new one would take over the calls of the model's layers.
         self._probe = _Probe(module, LayerStack.at(module, plan.container), device)
 
@@ -419,7 +424,10 @@ def find_microbatch_weight(
         ValueError: If no weight counts the samples of a microbatch.
     """
     ParallelState.of(module).copies_in_doubt = None
-    check, given = _MeanCheck(module, plan, device, step, split), weight
+    is_large = sum(parameter.nbytes for parameter in module.parameters()) > _LARGE_BYTES
+    # Shards may differ in size, but all ranks try the same precisions.
+    is_large = comm.on_any_rank([is_large], world)[0]
+    check, given = _MeanCheck(module, plan, device, step, split, is_large), weight
     # Run two microbatches at a time: a device that trains on one may have no room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     rules = _rules(weight, batch, pairs[0], world)
