@@ -33,11 +33,14 @@ from lightning_parallel.step_trace.attributes import replaced
 from lightning_parallel.step_trace.interception import Call, data_of, has_listeners
 from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
-__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_step"]
+__all__ = ["LARGE_BYTES", "STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_step"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
-_REPEATS = 3
+_REPEATS, _LARGE_REPEATS = 3, 2
+LARGE_BYTES = 64 << 20
+"""Models with more bytes of parameters run fewer times before the first step: the runs take seconds."""
+
 STATE_COPIES = 4
 """Bytes held per byte of a trained parameter if the optimizer is unknown: itself, its gradient, two moments."""
 
@@ -76,6 +79,7 @@ def measure(
     copies: float = STATE_COPIES,
     recomputation: str | int = "off",
     is_needed: bool = False,
+    is_large: bool = False,
 ) -> Costs:
     """Measure a microbatch, see `measure_step`, and count parameters; only count if the layers cannot be measured.
 
@@ -85,10 +89,12 @@ def measure(
         microbatch: The input of the step.
         copies: See `count_parameters`.
         is_needed: Whether to raise the error of layers that cannot be measured.
+        is_large: Whether two runs of each part are enough; equal on all ranks, because sharded layers communicate.
     """
     held = count_parameters(module, stack, use, copies)
     try:
-        costs = measure_step(module, stack, step, microbatch, device, recomputation=recomputation)
+        repeats = _LARGE_REPEATS if is_large else _REPEATS
+        costs = measure_step(module, stack, step, microbatch, device, repeats=repeats, recomputation=recomputation)
     except ValueError as error:
         if is_needed:
             raise
@@ -411,7 +417,7 @@ class _CostMeter(TruncatedModel):
             self.counts = bool(times)
             found = self._run(noted, around=around)
         again_bytes = max(0.0, cost.activation_bytes - found.activation_bytes)
-        again_s = self._chosen(times) if times else 0.0
+        again_s = self._chosen(times[1:] or times) if times else 0.0
         return replace(
             cost,
             input_gradient_s=cost.input_gradient_s + again_s,
@@ -432,12 +438,19 @@ class _CostMeter(TruncatedModel):
 
     def _timed_runs(self, noted: _NotedCall) -> Cost:
         # First the full backward, then the backward with deferred weight gradients: W is the difference.
-        whole = self._runs(noted, lambda: None)
+        whole = []
+        # As often on each rank, because sharded layers communicate.
+        for index in range(self.repeats):
+            self.counts = index == 0
+            whole.append(self._run(noted))
+        self.counts = False
         with _splitting(noted.call.module):
             at_once = shared_parameters(noted.call.module)
-            put_off = self._runs(noted, lambda: WeightGradients(at_once))
-        forward_s = self._chosen([run.forward_s for run in whole])
-        backward_s = self._chosen([run.input_gradient_s for run in whole])
+            put_off = [self._run(noted, WeightGradients(at_once)) for _ in range(max(1, self.repeats - 1))]
+        # The first run is left out: it also allocates and counts.
+        later = whole[1:] or whole
+        forward_s = self._chosen([run.forward_s for run in later])
+        backward_s = self._chosen([run.input_gradient_s for run in later])
         # Noise may make the shorter backward the longer one, and a W must not take negative time.
         input_s = min(backward_s, self._chosen([run.input_gradient_s for run in put_off]))
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
@@ -449,17 +462,9 @@ class _CostMeter(TruncatedModel):
         return replace(found, activation_bytes=runs[0].activation_bytes)
 
     def _chosen(self, seconds: list[float]) -> float:
-        # Other programs can only make a run longer. The first run is left out: it also allocates and counts.
-        ordered = sorted(seconds[1:] or seconds)
+        # Other programs can only make a run longer.
+        ordered = sorted(seconds)
         return ordered[(len(ordered) - 1) // 2 if self.typical else 0]
-
-    def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
-        """Run a layer a few times: as often on each rank, because sharded layers communicate."""
-        found = []
-        for index in range(self.repeats):
-            self.counts = index == 0
-            found.append(self._run(noted, later()))
-        return found
 
     def _counting(self) -> AbstractContextManager[Any]:
         """Note the tensors that autograd saves, in one of the runs: in each it would take a part of the seconds."""

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -29,6 +30,7 @@ __all__ = [
     "data_sheet_flops",
     "device_here",
     "device_named",
+    "free_memory",
     "measured_cpu",
 ]
 
@@ -183,6 +185,20 @@ def memory_here(device: torch.device, ranks_here: int) -> float:
     return torch.cuda.get_device_properties(device).total_memory - RESERVED_BYTES
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process could still take: of the GPU, or of the host within its container.
+
+    Returns 0 on systems that do not report them.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    report = Path("/proc/meminfo")
+    lines = report.read_text().splitlines() if device.type == "cpu" and report.exists() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    # The use of a container includes its file cache, which the system would give back: the sum is on the safe side.
+    return max(0, min([*available, *(limit - use for limit, use in _container_limits())])) if available else 0
+
+
 def available_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -252,7 +268,32 @@ def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
 
 
 def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([host, *(limit for limit, _ in _container_limits())])
+
+
+def _container_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit and the use, in bytes, of each control group that bounds the memory of this process."""
+    groups = Path("/proc/self/cgroup")
+    lines = groups.read_text().splitlines() if groups.exists() else []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = Path("/sys/fs/cgroup", controllers)
+            limit, use = _CGROUP_FILES[controllers]
+            # A limit of any ancestor counts. Inside a container, the name may be that of the host, not found here.
+            inside = root / name.lstrip("/")
+            for folder in (inside, *inside.parents):
+                if folder.is_relative_to(root):
+                    with suppress(OSError, ValueError):  # no such file, or "max"
+                        yield int((folder / limit).read_text()), int((folder / use).read_text())
+
+
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""The files of a control group's limit and use: of version 2, which names no controllers, and of version 1."""
 
 
 def _fastest(call: object, seconds: float) -> float:

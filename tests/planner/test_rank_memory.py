@@ -15,6 +15,7 @@ from lightning_parallel import HybridParallelStrategy, MemoryProfiler
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.planner import hardware
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.rank_memory import optimizer_copies, planned_memory
 from lightning_parallel.planner.rehearsal import Rehearsal
@@ -143,3 +144,14 @@ def test_two_ranks_hold_what_was_planned(group):
 @distributed(world_size=4)
 def test_four_ranks_hold_what_was_planned(group):
     assert_planned(group, FOUR)
+
+
+def test_the_memory_of_a_container_counts(monkeypatch):
+    cpu = torch.device("cpu")
+    assert hardware.free_memory(cpu) > 0
+    assert hardware.free_memory(torch.device("meta")) == 0
+    monkeypatch.setattr(hardware, "_container_limits", lambda: iter([(1 << 62, 0), (1000, 400), (900, 100)]))
+    assert hardware.free_memory(cpu) == 600
+    assert hardware.memory_here(cpu, 2) == 450
+    monkeypatch.setattr(hardware, "_container_limits", lambda: iter([(1000, 1400)]))
+    assert hardware.free_memory(cpu) == 0

@@ -221,7 +221,7 @@ def test_equals_one_process(group, kind, schedule):
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, schedule=schedule)
     # As if the model were large, for half of the losses over tokens.
-    with patched(weights, "_LARGE_BYTES", -1) if kind in (AlikeInSamples, Masked) else nullcontext():
+    with patched(weights, "LARGE_BYTES", -1) if kind in (AlikeInSamples, Masked) else nullcontext():
         module, trainer = train(kind, strategy, 2)
     full = strategy.lightning_module_state_dict()
     torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)

@@ -1172,6 +1172,7 @@ def test_the_reference_never_holds_the_whole_model(group):
     run_whole = StepRuns.whole
     # As if one layer were a large part of a device.
     with ExitStack() as stack:
+        stack.enter_context(patched(reference, "_CACHE_SHARE", 0))
         for name in ("_CHUNK_BYTES", "_CACHE_BYTES", "_ROOM_BYTES", "_SPOOLED_BYTES"):
             stack.enter_context(patched(reference, name, 1))
         stack.enter_context(patched(reference, "WholeModel", Watched))
@@ -1193,6 +1194,7 @@ def test_parameters_that_backward_fetches_again_were_not_written(group):
         for name, num_bytes in {
             "_CHUNK_BYTES": 13000,
             "_CACHE_BYTES": 1,
+            "_CACHE_SHARE": 0,
             "_ROOM_BYTES": 1,
             "_KEPT_FREE_BYTES": 1,
         }.items():
@@ -1213,7 +1215,9 @@ def test_a_failure_on_the_first_rank_is_known_on_all(group):
     skeleton = Skeleton(module)
     skeleton.close()
     groups = MeshGroups(Mesh(pipeline_parallel=2))
-    owners = Owners(module, Inventory.of(module, {}, groups.pipeline_parallel), groups, torch.device("cpu"))
+    with patched(reference, "free_memory", lambda device: (80 if group.rank == 0 else 8) << 30):
+        owners = Owners(module, Inventory.of(module, {}, groups.pipeline_parallel), groups, torch.device("cpu"))
+    assert owners.cache_bytes == 1 << 30, "an eighth of the smaller memory, on both ranks"
 
     def fail(model):
         raise KeyError("lost")

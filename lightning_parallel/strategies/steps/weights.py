@@ -32,7 +32,7 @@ from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.pipeline.layer_stack import LayerStack
-from lightning_parallel.pipeline.measure import TruncatedModel
+from lightning_parallel.pipeline.measure import LARGE_BYTES, TruncatedModel
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
@@ -63,9 +63,6 @@ _LOOSE = 5e-3
 """Tolerance where layers may compute in half precision."""
 _CERTAIN = 1e-2
 """Difference that is no rounding in single precision."""
-_LARGE_BYTES = 64 << 20
-"""Models of more bytes are tried in their own precision first: in double precision they take three times as long."""
-
 FEW_COPIES = 4
 """The fewest copies of each sample, if memory allows: a loss selects all or none of fewer copies."""
 _COPIES_BYTES = 64 << 20
@@ -424,7 +421,7 @@ def find_microbatch_weight(
         ValueError: If no weight counts the samples of a microbatch.
     """
     ParallelState.of(module).copies_in_doubt = None
-    is_large = sum(parameter.nbytes for parameter in module.parameters()) > _LARGE_BYTES
+    is_large = sum(parameter.nbytes for parameter in module.parameters()) > LARGE_BYTES
     # Shards may differ in size, but all ranks try the same precisions.
     is_large = comm.on_any_rank([is_large], world)[0]
     check, given = _MeanCheck(module, plan, device, step, split, is_large), weight

@@ -15,8 +15,9 @@ long.
 
 Before each transfer, all ranks report whether they are ready: an error on one rank raises on all ranks.
 
-Autograd keeps no parameter: a view of a parameter is saved by name, and fetched again in backward. The gradients and
-activations of a large model wait in a temporary file: the reference needs no more memory than the step itself.
+A model up to an eighth of the free memory is fetched once and stays there. Of a larger model autograd keeps no
+parameter: a view of a parameter is saved by name, and fetched again in backward. Its gradients and activations wait in
+a temporary file: the reference needs no more memory than the step itself.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import Inventory
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.torch import mark_as_parameter, version_of
+from lightning_parallel.planner.hardware import free_memory
 from lightning_parallel.step_trace.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.whole.pinned import ReferenceRunError, RefusedCalls, communication_refused, doubled
 from lightning_parallel.strategies.whole.skeleton import Skeleton
@@ -56,6 +58,9 @@ _CHUNK_BYTES = 32 << 20
 
 _CACHE_BYTES = 256 << 20
 """A model up to this size is fetched once, and stays in memory with its gradients and activations."""
+
+_CACHE_SHARE = 1 / 8
+"""A model up to this share of the free memory, too: with gradients and activations it takes a few times its size."""
 
 _ROOM_BYTES = 64 << 20
 """Full parameters of a larger model that are kept after use: backward begins with the last ones."""
@@ -182,6 +187,15 @@ _OWN_REFERENCES = 2
 """References to a tensor that only a dict holds, as an argument of `sys.getrefcount`."""
 
 
+def _cache_bytes(groups: MeshGroups, device: torch.device) -> int:
+    """Return the largest model that the first rank may keep in memory; all ranks of the replica call this."""
+    # Gradients wait in the memory of the host. Other replicas may share it, and start at the same time.
+    free = min(free_memory(place) for place in (device, torch.device("cpu")))
+    replicas = groups.world.size // groups.replica.size
+    mine = max(_CACHE_BYTES, int(free * _CACHE_SHARE / replicas))
+    return min(comm.all_gather_object(mine, groups.model))
+
+
 class Owners:
     """Exchanges tensors of the full model between their owners and the first rank of the replica.
 
@@ -196,6 +210,7 @@ class Owners:
         taken: The gradients of this rank's shards, by name.
         values: The new values of this rank's shards of buffers and parameters that the step wrote into, by name.
         is_talking: Whether the first rank is sending or receiving. The user's code must not communicate by itself.
+        cache_bytes: The largest model that stays in memory, the same on all ranks of the replica.
         failure: Why the ranks could not exchange tensors. It is kept because the user's code may catch the error.
     """
 
@@ -209,6 +224,7 @@ class Owners:
         self.is_talking = False
         self.failure = ""
         self._moved_bytes = 0
+        self.cache_bytes = _cache_bytes(groups, device)
         self._width = groups.tensor_parallel.size
         self.parameters = dict(module.named_parameters())
         buffers = {n: b for n, b in module.named_buffers() if not isinstance(b, PlaceholderTensor)}
@@ -219,7 +235,7 @@ class Owners:
 
     def is_large(self) -> bool:
         """Tell whether the parameters of the full model are too large to stay in memory."""
-        return self.inventory.total_bytes > _CACHE_BYTES
+        return self.inventory.total_bytes > self.cache_bytes
 
     def requires_grad(self, name: str) -> bool:
         """Tell whether a parameter is trained now; `toggle_optimizer` changes it within a step."""
@@ -471,7 +487,7 @@ class WholeModel:
         # An input of `Fetched` that requires a gradient: without it, autograd would record no node.
         self._anchor = torch.empty(0, device=owners.device, requires_grad=True)
         is_large = owners.is_large()
-        self._room_bytes = _ROOM_BYTES if is_large else _CACHE_BYTES
+        self._room_bytes = _ROOM_BYTES if is_large else owners.cache_bytes
         self._activations = Spool() if is_large else None
         self._by_id: dict[int, str] = {}
         self.precisions: set[torch.dtype] = set()
@@ -485,7 +501,7 @@ class WholeModel:
             size += num_bytes
             total += num_bytes
             self._chunk_of[name] = chunk
-        self._has_leaves = keeps or total <= min(_LEAF_BYTES, _CACHE_BYTES)
+        self._has_leaves = keeps or total <= min(_LEAF_BYTES, owners.cache_bytes)
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter; where gradients are enabled, its gradient will go to its owners."""
