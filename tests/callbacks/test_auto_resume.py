@@ -85,6 +85,7 @@ def assert_equal_weights(module, expected):
         assert torch.equal(module.state_dict()[name], value), name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", [1, 2, 5, 9, 10, 17, 26])
 def test_one_process_goes_on_bit_for_bit(step, tmp_path):
     expected, _ = fit(tmp_path / "whole", loader_of())

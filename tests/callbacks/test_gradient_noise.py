@@ -136,6 +136,7 @@ def test_replicas_of_ddp():
         fit(Still(), strategy, 2, 2, callbacks=[GradientNoiseScale()])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @distributed(world_size=4)
 def test_replicas_that_are_divided(layout):

@@ -283,6 +283,7 @@ def test_replicas_and_a_resume_among_others(group):
     assert found == pytest.approx([2 * rate for rate in plain[2:]])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("make", [CompressedFSDPStrategy, CompressedDeepSpeedStrategy])
 @distributed(world_size=2)
 def test_sharded_strategies(make, group):

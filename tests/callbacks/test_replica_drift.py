@@ -307,6 +307,7 @@ class PlainFSDP(CompressedFSDPStrategy):
         return None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 @distributed(world_size=4)
 def test_pieces_under_fsdp(sharding):

@@ -98,6 +98,7 @@ class Sleepy(LightningModule):
         return SlowSGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("manual", [False, True])
 @compares_durations
 def test_every_phase_has_its_sleeps_and_nothing_else(tmp_path, manual):

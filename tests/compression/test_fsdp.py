@@ -147,6 +147,7 @@ def test_replicas_stay_bitwise_equal(name, group):
     assert max(comm.all_gather_object(steps.compressor.residual_norm, group)) > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "name"), [("sharded", "sign"), ("hybrid", "policy")])
 @distributed(world_size=4)
 def test_resumes_bit_for_bit(layout, name, group):
@@ -167,6 +168,7 @@ def test_resumes_bit_for_bit(layout, name, group):
     assert steps.compressor.step == 7
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("layout", "name"), [("hybrid", "powersgd"), ("sharded", "policy")])
 @distributed(world_size=4)
 def test_overflow_on_one_rank_leaves_no_trace(layout, name, group):

@@ -46,6 +46,7 @@ def in_buckets(session, named):
     return session.finish()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", COMPRESSORS)
 @distributed(world_size=4)
 def test_equals_compression_of_the_means_of_nodes(name, group):
@@ -141,6 +142,7 @@ def test_an_overflow_on_one_rank_leaves_no_trace(group):
     nodes.close()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["alternating", "int8", "policy"])
 @distributed(world_size=4)
 def test_goes_on_from_a_checkpoint_bit_for_bit_and_at_other_sizes(name, group):

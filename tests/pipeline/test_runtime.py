@@ -78,6 +78,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("builder", "options"), MODELS, ids=[f"{b}-{o}" for b, o in MODELS])
 @distributed(world_size=2)
 def test_models_as_they_are(group, builder, options):
@@ -90,6 +91,7 @@ def test_weight_gradients_of_checkpointed_layers_that_come_later(group, reentran
     compare(group, "llama", "zb_h1", 3, options={"checkpointing": reentrant})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("builder", ["two_streams", "tied", "gpt2"])
 @distributed(world_size=4)
 def test_four_ranks(group, builder):

@@ -192,6 +192,7 @@ def makespan(schedule, costs):
     return max(ends.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_waits_in_a_circle_or_for_long(name):
     cost = Cost(forward_s=1, input_gradient_s=1, weight_gradient_s=1)

@@ -415,6 +415,7 @@ def resumes(folder):
             torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep
 @distributed(world_size=2)
 @pytest.mark.parametrize("shape", [(1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 1)])
 def test_a_run_holds_what_was_planned(group, shape):

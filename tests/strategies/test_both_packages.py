@@ -195,6 +195,7 @@ def test_compression_is_the_same_in_both_packages(kind, group):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("package", PACKAGES)
 def test_yaml(package, tmp_path):
     (tmp_path / "config.yaml").write_text("""

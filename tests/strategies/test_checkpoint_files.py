@@ -640,6 +640,7 @@ def test_a_full_disk_ends_all_ranks_and_leaves_best_and_last(group, is_async):
             disk.__exit__(None, None, None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_async", [False, True])
 @distributed(world_size=2)
 def test_the_best_before_is_removed_after_the_new_one_is_there(group, is_async):

@@ -109,6 +109,7 @@ class Scaled(MixedPrecision):
         yield
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "scaled"), [(name, index % 2 == 0) for index, name in enumerate(COMPRESSORS)])
 @distributed(world_size=2)
 def test_overflow_on_one_rank_leaves_no_trace(name, scaled, group):

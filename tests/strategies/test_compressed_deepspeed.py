@@ -67,6 +67,7 @@ def test_runs_on_cpu_as_one_process(stage, group):
     assert_close(weights(fit(Net(), CompressedDeepSpeedStrategy(stage=stage), group)), one_process())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -162,6 +163,7 @@ class Awkward(LightningModule):
         return torch.optim.SGD([{"params": matrices, "lr": 0.1}, {"params": biases, "lr": 0.2}], momentum=0.9)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=2)
 def test_awkward_parameters(stage, group):

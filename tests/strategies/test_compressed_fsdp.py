@@ -96,6 +96,7 @@ class Weights(Callback):
         self.after.append(weights(module, trainer))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "options"), [("powersgd", {}), ("int8", HYBRID)])
 @distributed(world_size=4)
 def test_an_overflow_of_scaled_losses_is_skipped_alike(name, options, group):
@@ -109,6 +110,7 @@ def test_an_overflow_of_scaled_losses_is_skipped_alike(name, options, group):
     assert all(weight.isfinite().all() for weight in seen.after[-1].values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, HYBRID])
 @distributed(world_size=4)
 def test_flat_parameters(options, group):

@@ -149,6 +149,7 @@ def test_logits_that_change_in_place_by_part_and_in_full():
     check("changed", "tensor 2", is_gathered=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["plain", "gpt2"])
 @distributed(world_size=3)
 def test_uneven_classes(name):

@@ -23,6 +23,7 @@ def ends_of(kind, end):
     return [rank() for rank in ranks]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "end"), [("ddp powersgd", "fit"), ("ddp powersgd", "dropped")])
 def test_a_run_that_has_succeeded_ends_with_zero(kind, end):
     for ended in ends_of(kind, end):
@@ -36,6 +37,7 @@ def test_so_do_loops_that_close_nothing_and_steps_that_overlap(kind):
         assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("end", "reason"), [("alone", "rank 1 stopped with: Failure"), ("killed", "rank 1 is gone")])
 def test_one_rank_that_fails_between_two_buckets_is_named_by_the_other(end, reason):
     first, second = ends_of("ddp powersgd", end)
@@ -49,6 +51,7 @@ def test_a_signal_to_one_rank_ends_both_after_the_same_step():
         assert ended.returncode == 0, ended.stderr  # as Lightning, where all get it
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "end", "status"), [("ddp powersgd", "term", 0), ("pipeline", "int", 1)])
 def test_who_has_started_functions_ends_as_they_do(kind, end, status):
     """Lightning waits for ever for the results of processes that ended without any."""

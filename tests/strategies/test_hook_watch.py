@@ -600,6 +600,7 @@ def gradients_on_rank_zero(module):
         module.found += [g.norm() for g in grads(module)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"data_parallel_size": 2, "zero_stage": 2}], ids=str)
 @distributed(world_size=2, deadline_s=60)  # the ranks must not wait for each other without end
 def test_a_hook_that_reads_parts_on_one_rank_is_refused_with_its_line(group, layout):
@@ -642,6 +643,7 @@ class GradientHooked(Deep):
         pass
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @distributed(world_size=2)
 def test_hooks_for_gradients_run_once_for_a_batch_in_a_pipeline(group, schedule):

@@ -384,6 +384,7 @@ class Stops(Reads):
         self.log("loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", [1, 2])
 @distributed(world_size=2)
 def test_hooks_evaluation_files_and_errors_wait(group, stage):

@@ -293,6 +293,7 @@ def goes_on_as_it_would_have(group, checkpoint_format, ends=True, **special):
         assert all(map(torch.equal, module.parameters(), expected))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @distributed(world_size=2)
 def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
@@ -456,6 +457,7 @@ def test_a_drift_that_is_not_finite_returns_to_the_anchor(group):
         assert all(value.isfinite().all() for value in entries)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("replica", [(0, 0, 0), (1, 0, 0)])
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @distributed(world_size=2)

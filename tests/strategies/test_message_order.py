@@ -67,6 +67,7 @@ def fit(hook, ranks):
     return callback, module
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("hook", HOOKS)
 @distributed(world_size=2)
 def test_all_ranks_may_call_the_model(hook, group):

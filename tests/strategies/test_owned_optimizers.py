@@ -241,6 +241,7 @@ def test_it_trains_like_one_process_on_four_ranks(layout):
     expect_the_weights_of_one_process(layout)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 2", "stage 1", "stage 3"])
 @distributed(world_size=2)
 def test_owners_step_in_host_memory(group, layout):
@@ -394,6 +395,7 @@ class Manual(Varied):
         self.shapes.append([each.shape for group in optimizer.param_groups for each in group["params"]])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor 2", "stage 1"])
 @distributed(world_size=2)
 def test_steps_under_manual_optimization(layout):

@@ -157,6 +157,7 @@ def test_training_equals_one_process(layout, options):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "auto"])
 @distributed(world_size=2)
 def test_schedules(schedule):

@@ -149,6 +149,7 @@ class Ordered(Deep):
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "is_named"), [("sgd", True), ("adagrad", False)])
 @distributed(world_size=2)
 def test_optimizers_keep_their_own_order(group, kind, is_named):

@@ -72,6 +72,7 @@ class Frozen(Deep):
         return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kept", [["head"], ["embed", "blocks.0"]])
 @distributed(world_size=2)
 def test_a_stage_without_anything_to_train(group, kept):

@@ -109,6 +109,7 @@ def test_modules(kind, error, message):
         fit(kind(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("way", ["data", "foreach", "lerp", "late"])
 @distributed(world_size=2)
 def test_a_step_that_averages_parameters(way):

@@ -67,6 +67,7 @@ def train(module, **options):
     return fit(module, strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["attribute", "array", "list", "returned", "comparison"])
 @distributed(world_size=2)
 def test_numbers_of_layers_on_other_stages_are_refused_where_they_are_used(kind):

@@ -93,6 +93,7 @@ def test_the_trainer_runs_the_script_again(script):
 
 
 # What "spawn" pickles, and reads again in a process that has not run the script, "forkserver" does in less time.
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", ["forkserver", "notebook"])
 def test_functions_return_the_full_weights(script, method):
     _, out, err = run_script(script, method, LIGHTNING_PARALLEL_LOG="warning")

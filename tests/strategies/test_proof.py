@@ -238,6 +238,7 @@ def test_steps_that_are_right_are_not_refused(group, layout, kind):
     assert group.rank > 0 or said[0].startswith("Self-check passed on 2 samples: loss"), said
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @distributed(world_size=2)
@@ -356,6 +357,7 @@ class RanksDiffer(Tokens):
         return super().loss(x, y) * (1 + self.global_rank)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "named"),
     [(Pieces, "gradient `embed.weight`"), (LogsPieces, "logged value `hidden` is"), (RanksDiffer, "loss is")],
@@ -1032,6 +1034,7 @@ class Elsewhere(Tokens):
         self.log("validation", F.cross_entropy(self.teacher[0](batch[0]), batch[1]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
 @distributed(world_size=2)
 def test_copies_elsewhere_are_whole_in_the_check_and_put_back(group, options):

@@ -219,6 +219,7 @@ class Regularised(Net):
         return super().training_step(batch, index) + 1e-3 * self.regulariser(self)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("regulariser", [_norms, _product, _transposed, _hidden])
 @distributed(world_size=2)
 def test_weights_and_hidden_features_that_the_first_step_uses_are_whole(regulariser):

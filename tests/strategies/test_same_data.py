@@ -113,6 +113,7 @@ class OfLength(IterableDataset):
         yield from (data[number] for number in range(self.length))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "longer"),
     [

@@ -433,6 +433,7 @@ class Peaks(Deep):
         self.outputs.append(outputs["found"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("since", [0, 1])
 @distributed(world_size=2)
 def test_evaluation_runs_on_whole_batches_where_no_rule_holds(group, since):

@@ -170,6 +170,7 @@ class InStep(Model):
         return super().training_step(batch, index)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 @distributed(world_size=2)
 def test_a_state_dict_on_one_rank_is_refused(layout):

@@ -502,6 +502,7 @@ class Anywhere(Deep):
         )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("reshard", ["layer", "step"])
 @distributed(world_size=2)
 def test_parameters_of_stage_3_are_full_wherever_code_reads_them(group, reshard):

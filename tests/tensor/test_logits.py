@@ -390,6 +390,7 @@ def test_first_of_equal_logits(group):
     assert parts(torch.zeros(2, 5, dtype=torch.long)).argmax(-1).eq(0).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"])
 def test_losses_of_transformers(name, dtype):

@@ -80,6 +80,7 @@ def _divided(model, group):
     return sharding
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in MODELS), ("llama", 4)])
 def test_shards_equal_the_one_process_initialisation(name, world):
     run(equals_one_process, world, name=name)

@@ -213,6 +213,7 @@ def test_hidden_states_that_change_between_blocks_of_stages_are_refused(group):
             model(tokens)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stages", [False, True])
 @distributed(world_size=2)
 def test_blocks_that_feed_each_other_are_not_refused(group, stages):

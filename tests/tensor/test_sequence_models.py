@@ -378,6 +378,7 @@ class Looking(Language):
         return self.head(self.norm(x + seen + sum(means)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [TopTwo, ByHand, Told])
 @distributed(world_size=2)
 def test_routers_products_by_hand_and_further_outputs(group, kind):
@@ -697,6 +698,7 @@ NORMS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", [*NORMS, "a buffer that changes"])
 @distributed(world_size=2)
 def test_blocks_that_change_in_a_trial_or_refuse_to_be_copied(group, kind):
