@@ -1,0 +1,323 @@
+"""Many ranks in one process: each is a thread, and one of them runs at a time.
+
+    results = in_lockstep(function, 64)         # calls function(group) on each rank, in turns
+
+A rank runs until it waits for another rank. Then the next rank that can go on runs. The results are those of gloo,
+without its processes and sockets: 64 ranks take one core and no port. The group also checks more than gloo: the
+members of a collective must give the same operation, dtype and sizes, and ranks that wait for each other are an error.
+
+`LocalTensorMode` of torch runs the code once, on tensors that hold the values of all ranks. It does not serve here: the
+library reads its rank as an integer, so all ranks would get the shard of the first rank, and all shards one size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.comm import Group
+
+__all__ = ["Collective", "Ranks", "in_lockstep"]
+
+_REDUCE = {
+    dist.ReduceOp.SUM: lambda parts: torch.stack(parts).sum(0),
+    dist.ReduceOp.MAX: lambda parts: torch.stack(parts).amax(0),
+    dist.ReduceOp.MIN: lambda parts: torch.stack(parts).amin(0),
+    dist.ReduceOp.PRODUCT: lambda parts: torch.stack(parts).prod(0),
+}
+
+
+class Collective(NamedTuple):
+    """A collective that a rank has begun, with the tensors that it gives together."""
+
+    op: str
+    members: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+
+
+class _StoppedError(BaseException):
+    """Ends a rank after the failure of another rank."""
+
+
+class Ranks:
+    """The ranks of a run.
+
+    Attributes:
+        size: Their number.
+        begun: The collectives of each rank so far.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.begun: list[list[Collective]] = [[] for _ in range(size)]
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._waits: list[tuple[Callable[[], bool], str] | None] = [None] * size
+        self._is_over = [False] * size
+        # Each rank draws its own random numbers, as a process does.
+        self._chance = [torch.get_rng_state()] * size
+        self._results: list[Any] = [None] * size
+        self._failure: BaseException | None = None
+        self._groups: dict[tuple[str, tuple[int, ...]], list[Group]] = {}
+        self._all_over = threading.Semaphore(0)
+
+    def group(self, rank: int, members: Sequence[int] | None = None, axis: str = "world") -> Group:
+        """Return the group of the global ranks `members` on `rank`; all ranks if None."""
+        members = tuple(range(self.size)) if members is None else tuple(members)
+        if len(members) == 1:
+            return Group.alone(axis, rank)
+        if (axis, members) not in self._groups:
+            meeting = _Meeting(self, members)
+            ends = [_Lockstep(meeting, place) for place in range(len(members))]
+            for end in ends:
+                _register(end, members, f"{axis}/{members}/{end.place}")
+            self._groups[axis, members] = [Group(axis, members, end.place, end) for end in ends]
+        return self._groups[axis, members][members.index(rank)]
+
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Call `function(rank)` on all ranks; returns the results by rank."""
+        before = torch.get_rng_state()
+        threads = [threading.Thread(target=self._live, args=(function, rank), daemon=True) for rank in range(self.size)]
+        try:
+            for thread in threads:
+                thread.start()
+            self._turns[0].release()
+            self._all_over.acquire()
+        finally:
+            torch.set_rng_state(before)
+            for groups in self._groups.values():
+                for group in groups:
+                    _unregister(group.process_group)
+        if self._failure is not None:
+            raise self._failure
+        return self._results
+
+    def _live(self, function: Callable[[int], Any], rank: int) -> None:
+        self._turns[rank].acquire()
+        try:
+            if self._failure is None:
+                torch.set_rng_state(self._chance[rank])
+                self._results[rank] = function(rank)
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            self._fail(error)
+        self._is_over[rank] = True
+        if all(self._is_over):
+            self._all_over.release()
+        elif self._failure is None:
+            self._wake_next(rank)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+            for turn in self._turns:
+                turn.release()
+
+    def wait(self, rank: int, is_ready: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until `is_ready`."""
+        while not is_ready():
+            self._waits[rank] = (is_ready, what)
+            self._chance[rank] = torch.get_rng_state()
+            self._wake_next(rank)
+            self._turns[rank].acquire()
+            if self._failure is not None:
+                raise _StoppedError
+            torch.set_rng_state(self._chance[rank])
+        self._waits[rank] = None
+
+    def _wake_next(self, rank: int) -> None:
+        for step in range(1, self.size):
+            other = (rank + step) % self.size
+            waits = self._waits[other]
+            if not self._is_over[other] and (waits is None or waits[0]()):
+                self._turns[other].release()
+                return
+        waiting = [f"rank {place}: {found[1]}" for place, found in enumerate(self._waits) if found is not None]
+        self._fail(AssertionError("The ranks wait for each other:\n" + "\n".join(waiting)))
+
+
+class _Meeting:
+    """Collectives and messages of a group that are under way."""
+
+    def __init__(self, ranks: Ranks, members: tuple[int, ...]) -> None:
+        self.ranks, self.members = ranks, members
+        self.under_way: dict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
+        self.counts = [0] * len(members)
+        self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
+
+    def join(self, place: int, what: Any, given: Any, work: Callable[[list[Any]], None]) -> _Work:
+        """Give a member's part of its next collective; the last member does the work of all."""
+        number = self.counts[place]
+        self.counts[place] += 1
+        calls = self.under_way[number]
+        calls[place] = (what, given)
+        expected = next(iter(calls.values()))[0]
+        assert what == expected, f"collective {number}: {what} on member {place}, {expected} on other members"
+        if len(calls) == len(self.members):
+            with torch.no_grad():
+                work([calls[member][1] for member in range(len(self.members))])
+            del self.under_way[number]
+        return _Work(self, place, lambda: number not in self.under_way, str(what))
+
+
+class _Work(dist._Work):
+    """Waits in the turns of the ranks; afterwards `finish` runs once."""
+
+    def __init__(self, meeting: _Meeting, place: int, is_ready: Callable[[], bool], what: str) -> None:
+        super().__init__()
+        self._rank, self._ranks, self._is_ready, self._what = meeting.members[place], meeting.ranks, is_ready, what
+        self.finish: Callable[[], None] | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._ranks.wait(self._rank, self._is_ready, self._what)
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+def _sizes(*tensors: Tensor) -> Any:
+    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+
+
+def _write(into: Tensor, value: Tensor) -> None:
+    # Detached, as the backends of torch write without the knowledge of autograd.
+    into.detach().copy_(value.reshape(into.shape))
+
+
+class _Lockstep(dist.ProcessGroup):
+    """A member's end of a group. The names of the methods are torch's."""
+
+    def __init__(self, meeting: _Meeting, place: int) -> None:
+        super().__init__(place, len(meeting.members))
+        self.meeting, self.place = meeting, place
+
+    def getBackendName(self) -> str:
+        return "lockstep"
+
+    def size(self) -> int:
+        return len(self.meeting.members)
+
+    def rank(self) -> int:
+        return self.place
+
+    @property
+    def group_name(self) -> str:
+        return f"lockstep {self.meeting.members}"
+
+    def _join(self, op: str, sent: Sequence[Tensor], like: Any, given: Any, work: Callable[[list[Any]], None]) -> _Work:
+        elements = sum(tensor.numel() for tensor in sent)
+        begun = self.meeting.ranks.begun[self.meeting.members[self.place]]
+        begun.append(Collective(op, self.meeting.members, sent[0].dtype if sent else torch.uint8, elements))
+        return self.meeting.join(self.place, (op, like), given, work)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
+
+        def work(given: list[Tensor]) -> None:
+            total = _REDUCE[op](given)
+            for one in given:
+                _write(one, total)
+
+        return self._join("all_reduce", tensors, [*_sizes(*tensors), op], tensors[0], work)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> _Work:
+        def work(given: list[Tensor]) -> None:
+            _write(given[opts.rootRank], torch.stack(given).sum(0))
+
+        return self._join("reduce", tensors, [*_sizes(*tensors), opts.rootRank], tensors[0], work)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
+        def work(given: list[Tensor]) -> None:
+            value = given[opts.rootRank].clone()
+            for one in given:
+                _write(one, value)
+
+        return self._join("broadcast", tensors, [*_sizes(*tensors), opts.rootRank], tensors[0], work)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
+        def work(given: list[tuple[list[Tensor], Tensor]]) -> None:
+            for rows, _ in given:
+                for row, (_, part) in zip(rows, given):
+                    _write(row, part)
+
+        return self._join("all_gather", inputs, _sizes(*inputs), (outputs[0], inputs[0]), work)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Work:
+        def work(given: list[tuple[list[list[Tensor]], Tensor]]) -> None:
+            for row, (_, part) in zip(given[opts.rootRank][0][0], given):
+                _write(row, part)
+
+        return self._join("gather", inputs, [*_sizes(*inputs), opts.rootRank], (outputs, inputs[0]), work)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
+        def work(given: list[tuple[Tensor, list[Tensor]]]) -> None:
+            for place, (mine, _) in enumerate(given):
+                _write(mine, torch.stack([rows[place] for _, rows in given]).sum(0))
+
+        return self._join("reduce_scatter", inputs[0], _sizes(*inputs[0]), (outputs[0], inputs[0]), work)
+
+    def all_to_all_single(
+        self, received: Tensor, sent: Tensor, receive: list[int] | None, send: list[int] | None, opts: Any = None
+    ) -> _Work:
+        into, out = (
+            tensor.split(sizes or [len(tensor) // self.size()] * self.size())
+            for tensor, sizes in ((received, receive), (sent, send))
+        )
+
+        def work(given: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+            for place, (rows, _) in enumerate(given):
+                for row, (_, parts) in zip(rows, given):
+                    assert row.shape == parts[place].shape, f"{row.shape} expected; got {parts[place].shape}"
+                    _write(row, parts[place])
+
+        return self._join("all_to_all", [sent], sent.dtype, (into, out), work)
+
+    alltoall_base = all_to_all_single  # its name in older versions of torch
+
+    def barrier(self, opts: Any = None) -> _Work:
+        return self._join("barrier", [], None, None, lambda given: None)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
+        self.meeting.letters[self.place, to, tag].append(tensors[0].detach().clone())
+        return _Work(self.meeting, self.place, lambda: True, "send")
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
+        letters = self.meeting.letters[source, self.place, tag]
+        work = _Work(self.meeting, self.place, lambda: bool(letters), f"recv from {source} with tag {tag}")
+
+        def finish() -> None:
+            letter = letters.pop(0)
+            assert _sizes(letter) == _sizes(*tensors), f"{_sizes(*tensors)} expected; got {_sizes(letter)}"
+            _write(tensors[0], letter)
+
+        work.finish = finish
+        return work
+
+
+def _register(group: dist.ProcessGroup, members: tuple[int, ...], name: str) -> None:
+    """Let torch's functions know the group."""
+    world = dist.distributed_c10d._world
+    world.pg_map[group] = ("lockstep", None)
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
+    world.pg_backend_config[group] = "cpu:lockstep"
+
+
+def _unregister(group: dist.ProcessGroup | None) -> None:
+    world = dist.distributed_c10d._world
+    for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+        table.pop(group, None)
+
+
+def in_lockstep(function: Callable[..., Any], size: int, **kwargs: Any) -> list[Any]:
+    """Call `function(group, **kwargs)` on `size` ranks of this process; returns the results by rank."""
+    ranks = Ranks(size)
+    return ranks.run(lambda rank: function(ranks.group(rank), **kwargs))

@@ -1,0 +1,294 @@
+"""Layouts of more ranks than there are cores: 8, 16 and 64 ranks, and one rank of 64 or 1,024."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
+from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
+from lightning_parallel.data_parallel.parameter_shards import ParameterShards
+from lightning_parallel.mesh import TENSOR
+from lightning_parallel.tensor.attention import Attention
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.context import PositionSplit
+from lightning_parallel.tensor.context_methods import balanced_rows
+from lightning_parallel.tensor.experts import Experts
+from lightning_parallel.tensor.layers import Column, Replicate, Row, Vocab
+from lightning_parallel.tensor.pieces import Piece
+from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tensor.sequence_plan import sequence_parallel_styles
+from lightning_parallel.tensor.sequence_regions import divide_sequence
+from lightning_parallel.tensor.sharding import Shard, ShardPart, reduce_partial_
+from tests.compression.test_conformance import COMPRESSORS, LINEAR, SHAPES, gradients
+from tests.lockstep import Ranks, in_lockstep
+from tests.tensor import test_loss, test_sequence
+from tests.tensor.oracle import check, divide, finish_gradients, same_by_name, same_gradients
+from tests.tensor.test_attention import Call
+from tests.tensor.test_context import FUNCTIONS
+from tests.tensor.test_context_attention import equals
+from tests.tensor.test_experts import Dense, Language, Loop
+from tests.tensor.test_layers import MLP, Gated, Grouped, Tied
+
+MANY = pytest.mark.parametrize("ranks", [8, 16, 64])
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double)
+
+
+@MANY
+def test_layers(ranks):
+    in_lockstep(layers, ranks)
+
+
+def layers(group):
+    n = group.size
+    x = double(2, 3, 6)
+    uneven = Gated(hidden=n + n // 2 + 1).double()
+    check(uneven, MLP, [x], group, steps=1)
+    by_units = Gated(hidden=3 * (n + 1)).double()
+    check(by_units, {"gate": Column(unit=3), "up": Column(unit=3), "down": Row(unit=3)}, [x], group, steps=1)
+    loose = {"gate": Column(gather_output=True), "up": Column(gather_output=True), "down": Row(split_input=True)}
+    check(Gated(hidden=n + 1).double(), loose, [x], group, steps=1)
+    # Fewer heads of keys than ranks: several ranks hold one head.
+    heads, keys = 2 * n, n // 2
+    parts = (ShardPart.queries(heads, 2, keys), ShardPart.keys(keys, 2), ShardPart.keys(keys, 2))
+    styles = {"qkv": Column(parts=parts), "norm": Replicate(partial_gradient=True), "out": Row(parts=parts[:1])}
+
+    def adapt(model):
+        model.sizes = [Shard.packed(0, [part], n).local_size(group.rank) for part in parts]
+
+    rules = check(Grouped(heads, keys, 2).double(), styles, [double(1, 2, 8)], group, steps=1, adapt=adapt)
+    assert rules["qkv.weight"].replicated
+    attention = Call(nn.MultiheadAttention(2 * (n + 1), n + 1, batch_first=True).double(), need_weights=False)
+    check(attention, {"attention": Attention()}, [double(1, 3, 2 * (n + 1))], group, steps=1)
+    with pytest.raises(ValueError, match=rf"{n - 1} heads \(units of 2 features\) cannot be sharded over {n} ranks"):
+        Column(unit=2).apply(nn.Linear(4, 2 * (n - 1)), group)
+
+
+@MANY
+def test_vocabularies_and_losses(ranks):
+    in_lockstep(vocabularies, ranks)
+
+
+def vocabularies(group):
+    classes = group.size + group.size // 2 + 1
+    tokens = torch.arange(2 * classes).view(2, -1) % classes
+    styles = {"embedding": Vocab(), "head": Column(gather_output=True)}
+    check(Tied(classes, padding=1).double(), styles, [tokens], group, steps=1)
+    logits, target = double(2, 3, classes), torch.randint(classes, (2, 3))
+    target[0, 1] = -100
+    for reduction in ("mean", "none"):
+        weight = torch.rand(classes, dtype=torch.double)
+        test_loss.compare(group, logits, target, classes, weight=weight, label_smoothing=0.1, reduction=reduction)
+
+
+@MANY
+def test_sequence_regions(ranks):
+    in_lockstep(sequences, ranks)
+
+
+def sequences(group):
+    n = group.size
+    width, hidden = 2 * (n + 1), n + 3
+    torch.manual_seed(0)
+    block = test_sequence.Block(width, size=2)
+    block.up, block.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+    model = nn.Sequential(nn.Embedding(9, width), nn.Sequential(block), nn.Linear(width, 9)).double()
+    whole = copy.deepcopy(model)
+    heads = (ShardPart(width, 2),)
+    styles = {"qkv": Column(parts=heads * 3), "out": Row(parts=heads), "up": Column(), "down": Row()}
+    found = sequence_parallel_styles(block, styles)
+    rules, partial = divide(model, {f"1.0.{path}".rstrip("."): style for path, style in found.items()}, group)
+    divide_sequence(model, list(model[1]), group)
+    for length in (n + n // 2 + 1, 5)[n == 64 :]:  # in the second, not every rank has a position
+        tokens = torch.randint(9, (1, length))
+        for each in (model, whole):
+            each.zero_grad()
+            y = each(tokens)
+            y.pow(2).sum().backward()
+        finish_gradients(model, rules, partial, group)
+        same_by_name(model, whole, rules, group, "grad")
+
+
+@MANY
+def test_context_attention(ranks):
+    in_lockstep(context_attention, ranks)
+
+
+def context_attention(group):
+    n = group.size
+    rules = [balanced_rows(n + n // 2 + 1, n)] * 2
+    equals(group, rules, "bool", 4, 4, "gather", "gather")
+    equals(group, [balanced_rows(n + 1, n)] * 2, "causal", n + 1, n + 1, "ulysses", "ulysses")
+    short = [balanced_rows(length, n) for length in (5, n + 1)]
+    equals(group, short, "", 2, 1, "ring", "ring with ranks without positions")
+    if n < 64:  # 63 turns of each of 64 ranks take seconds
+        equals(group, rules, "causal", 2, 1, "ring", "ring")
+
+
+CONTEXT = ("causal attention", "mean", "shift left", "cumulative sum", "shifted cross entropy", "convolution")
+
+
+@MANY
+def test_context_regions(ranks):
+    length = ranks + ranks // 2 + 1
+
+    def inputs():
+        generator = torch.Generator().manual_seed(length)
+        tensors = (torch.randn(*shape, dtype=torch.double, generator=generator) for shape in ((2, length, 6), (6, 6)))
+        return [tensor.requires_grad_() for tensor in tensors]
+
+    def function(group):
+        split = PositionSplit(group, "auto", is_causal=False)
+        for name in CONTEXT:
+            x, w = inputs()
+            y = FUNCTIONS[name](split.split(x * 1.0, 1), w)
+            y = y.whole() if isinstance(y, Piece) else y
+            y.sin().sum().backward()
+            expected = inputs()
+            result = FUNCTIONS[name](*expected)
+            result.sin().sum().backward()
+            torch.testing.assert_close(y, result, rtol=1e-10, atol=1e-10, msg=name)
+            for mine, other in zip((x, w), expected):
+                mean = comm.all_reduce(mine.grad, group) / group.size
+                torch.testing.assert_close(mean, other.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+    in_lockstep(function, ranks)
+
+
+@MANY
+def test_experts(ranks):
+    hidden = ranks + 3
+    builds = [lambda kind=kind: Language(lambda: kind(12, hidden, 3), 12) for kind in (Loop, Dense)]
+    # Planned once: each rank would search, and all ranks share a core here.
+    plans = [make_plan(build(), "auto", Group.pretended(TENSOR, ranks)) for build in builds]
+
+    def function(group):
+        for build, plan in zip(builds, plans):
+            model, whole = build(), build()
+            tokens = torch.randint(3, 100, (2, 7), generator=torch.Generator().manual_seed(1))
+            sharding = apply_plan(model, plan, group)
+            assert any(isinstance(style, Experts) for style in sharding.plan.styles.values())
+            losses = [each.loss(tokens) for each in (model, whole)]
+            for loss in losses:
+                loss.backward()
+            torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-10)
+            found, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, whole))
+            reduce_partial_({name: found[name] for name in sharding.partial}, sharding.shards, group)
+            same_gradients(found, expected, sharding.shards, group, 1e-10)
+
+    in_lockstep(function, ranks)
+
+
+COMPRESSED = ("dense", "topk_int8", "randomk", "blocktopk", "int8", "int4", "sign", "powersgd", "alternating")
+STEPS = 2
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [*((name, 8) for name in COMPRESSED), ("int4", 16), ("topk_int8", 64), ("sign", 64), ("dense", 64)],
+)
+def test_compressors(name, ranks):
+    """Replicas stay bitwise equal, nothing is lost, and the bytes are those foretold."""
+    inputs = [[gradients(step, rank, torch.double) for rank in range(ranks)] for step in range(STEPS)]
+    run, reducers = Ranks(ranks), [COMPRESSORS[name]() for _ in range(ranks)]
+
+    def function(rank):
+        found = []
+        for step in range(STEPS):
+            grads = {key: value.clone() for key, value in inputs[step][rank].items()}
+            begun = len(run.begun[rank])
+            reducers[rank].reduce_(grads, run.group(rank))
+            found.append((grads, reducers[rank].state_dict(), run.begun[rank][begun:]))
+        return found
+
+    alone, held = COMPRESSORS[name](), {key: torch.zeros(shape, dtype=torch.double) for key, shape in SHAPES.items()}
+    for step, results in enumerate(zip(*run.run(function))):
+        means = {key: sum(each[key] for each in inputs[step]) / ranks for key in SHAPES}
+        told = alone.wire_bytes(SHAPES, ranks, step, torch.double)
+        before, held = held, memory([state for _, state, _ in results])
+        whole = {key: value.clone() for key, value in means.items()}
+        alone.reduce_(whole, comm.Group.alone("alone"))
+        for key, mean in results[0][0].items():
+            assert all(torch.equal(grads[key], mean) for grads, _, _ in results), key
+            torch.testing.assert_close(means[key] + before[key], mean + held[key], rtol=1e-10, atol=1e-10, msg=key)
+            if name in LINEAR:
+                torch.testing.assert_close(mean, whole[key], rtol=1e-10, atol=1e-10, msg=key)
+        # The first step agrees on the compressor and on the gradients: numbers and objects, before the first sum.
+        begun = [call for call in results[0][2] if call.elements not in (2, 1032)]
+        assert told == sum(map(sent_bytes, begun))
+
+
+def memory(states):
+    """Return the mean of what the ranks keep for later steps."""
+    found = {}
+    for key, shape in SHAPES.items():
+        parts = [state.get("residual", {}).get(key) for state in states]
+        found[key] = torch.zeros(shape, dtype=torch.double)
+        found[key] += sum(part for part in parts if part is not None) / len(states)
+        servers = [state["server_residual"][key] for state in states if key in state.get("server_residual", {})]
+        if servers:
+            found[key] += torch.cat([part.flatten() for part in servers])[: found[key].numel()].view(shape)
+    return found
+
+
+def sent_bytes(call):
+    """Return the bytes that a rank sends in a ring."""
+    share = (len(call.members) - 1) / len(call.members)
+    passes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": len(call.members), "all_to_all": 1}
+    return round(passes[call.op] * call.elements * call.dtype.itemsize * share)
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 8), (2, 8), (3, 8), (2, 16), (3, 64)])
+def test_zero(stage, ranks):
+    """Steps of SGD with momentum equal those of one process on all samples."""
+
+    def build():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7, bias=False), nn.LayerNorm(7)).double()
+
+    def loss_of(model, rank, step):
+        draws = torch.Generator().manual_seed(1000 * step + rank)
+        return model(torch.randn(2, 5, dtype=torch.double, generator=draws)).pow(3).mean()
+
+    whole = build()
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for step in range(2):
+        optimizer.zero_grad()
+        sum(loss_of(whole, rank, step) / ranks for rank in range(ranks)).backward()
+        optimizer.step()
+        expected.append({name: parameter.detach().clone() for name, parameter in whole.named_parameters()})
+
+    def function(group):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        parameters, patches = dict(model.named_parameters()), Patches()
+        slices = ParameterShards(group, lambda name: None) if stage == 3 else ParameterSlices(parameters, group)
+        for name, layer in model.named_children() if stage == 3 else ():
+            slices.adopt({f"{name}.{key}": value for key, value in layer.named_parameters()})
+        kind = GradientReducer if stage == 1 else ScatteringReducer
+        reducer = kind(parameters, *([group] if stage == 1 else [slices]))
+        slices.divide(optimizer, patches)
+        for step in range(2):
+            optimizer.zero_grad()
+            with slices.in_pass():
+                loss_of(model, group.rank, step).backward()
+            reducer.reduce()
+            optimizer.step()
+            slices.settle()
+            with slices.held():
+                found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            for name, value in found.items():
+                torch.testing.assert_close(value, expected[step][name], rtol=1e-10, atol=1e-10, msg=name)
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        assert sum(value.numel() for value in state) < 0.5 * sum(p.numel() for p in whole.parameters())
+        patches.undo()
+        reducer.remove()
+
+    in_lockstep(function, ranks)
