@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.compat import Patches
+from lightning_parallel.comm import Group, host, presence
+from lightning_parallel.compat import Patches, patched
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.parameter_shards import ParameterShards
 from lightning_parallel.mesh import TENSOR
@@ -219,8 +220,8 @@ def test_compressors(name, ranks):
             torch.testing.assert_close(means[key] + before[key], mean + held[key], rtol=1e-10, atol=1e-10, msg=key)
             if name in LINEAR:
                 torch.testing.assert_close(mean, whole[key], rtol=1e-10, atol=1e-10, msg=key)
-        # The first step agrees on the compressor and on the gradients: numbers and objects, before the first sum.
-        begun = [call for call in results[0][2] if call.elements not in (2, 1032)]
+        # Without the agreement on the compressor and on the gradients: two numbers, digests, small objects.
+        begun = [call for call in results[0][2] if call.elements not in (2, 16, 1032)]
         assert told == sum(map(sent_bytes, begun))
 
 
@@ -292,3 +293,59 @@ def test_zero(stage, ranks):
         reducer.remove()
 
     in_lockstep(function, ranks)
+
+
+# --------------------------------------------------------------------------------------- what grows with the ranks
+
+
+def test_ranks_that_agree_do_not_gather_what_they_agree_on():
+    ranks, large = Ranks(64), {f"layer {number}": (number, 7 * number) for number in range(1000)}
+
+    def function(rank):
+        group = ranks.group(rank)
+        comm.agree("the plan", dict(large), group)
+        comm.agree("the names", {f"name {(3 * number + rank) % 5}" for number in range(5)}, group)
+        with pytest.raises(
+            ValueError, match=r"The plan must be the same on all ranks of the world group; got\n(.*\n){9}"
+        ):
+            comm.agree("the plan", large | ({"layer 7": 0} if rank == 9 else {}), group)
+
+    ranks.run(function)
+    assert ranks.begun[5][0][2:] == (torch.uint8, 16)
+    assert max(call.elements for call in ranks.begun[5][1:3]) <= 1032
+
+
+class CountingStore:
+    """Counts the requests to a store."""
+
+    def __init__(self, store):
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_a_rank_looks_for_failures_of_1024_ranks_with_a_few_requests():
+    store = dist.HashStore()
+    heart = presence._Heartbeat(store, 1000, 1024, watches=False)
+    heart.stop()
+    heart.name = "run"
+    others = [rank for rank in range(1024) if rank != 1000]
+    for rank in others:
+        process = comm.Process("elsewhere" if rank < 1016 else host.host_id(), 1, "1")
+        for key, value in (("error", "no samples" if rank in (3, 900) else ""), ("process", str(process))):
+            heart.store.set(f"{key}/{rank}", value)
+        heart.store.add(f"beat/{rank}", rank)
+    heart.store.set("order/900", "1")
+    heart.store.set("order/3", "2")
+    counting = heart.store = CountingStore(heart.store)
+    with patched(presence, "BEAT_S", 0.001):
+        assert list(heart.errors(others)) == [900, 3]
+        assert heart.ended(others) == list(range(1016, 1024))
+        assert heart.silent(others) == others
+        first = counting.requests
+        for _ in range(10):
+            assert heart.num_over(others) == 8
+    assert first <= 10
+    assert counting.requests - first <= 10 * (1 + 8)  # those that have ended on this machine

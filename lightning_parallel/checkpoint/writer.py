@@ -291,9 +291,9 @@ class ShardedWriter:
                 file = new.file(self._group.ranks[self._group.rank])
                 size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot), snapshot.copy)
             # Only now may the first rank commit: all ranks have synced their files.
-            everyone = comm.all_gather_object((file, size, parts), self._group)
+            everyone = comm.gather_object((file, size, parts), self._group)
             with comm.failing_together(self._group):
-                if self._group.rank == 0:
+                if everyone is not None:
                     self._commit(new, snapshot, everyone)
                 elif has_folder:
                     new.take_part(file, size)

@@ -222,6 +222,7 @@ class _Heartbeat:
         self.name = ""
         self.world_size = world_size
         self._looks, self._released_s = 0, 0.0
+        self._processes: dict[int, Process] = {}
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
         # The training thread may be in a collective for as long as the slowest rank computes.
@@ -327,28 +328,48 @@ class _Heartbeat:
     def num_over(self, others: Sequence[int]) -> int:
         """Return how many ranks have ended the run: a rank that has said so and has left counts once."""
         said = self.store.add(f"over/{self.name}", 0)
-        return said + sum(not self.store.check([f"over/{self.name}/{rank}"]) for rank in ended_processes(others))
+        return said + sum(not self.store.check([f"over/{self.name}/{rank}"]) for rank in self.ended(others))
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
         """Return the ranks without a beat during three intervals."""
-        before = {rank: self.store.add(f"beat/{rank}", 0) for rank in ranks}
+        before = self.read_all("beat", ranks)
         time.sleep(3 * BEAT_S)
-        return [rank for rank in ranks if self.store.add(f"beat/{rank}", 0) == before[rank]]
+        now = self.read_all("beat", ranks)
+        return [rank for rank in ranks if now[rank] == before[rank]]
 
     def errors(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the reported errors by rank, in the order of the reports."""
-        reported = {rank: self.read(f"error/{rank}") for rank in ranks}
-        found = [rank for rank, message in reported.items() if message]
-        return {rank: reported[rank] for rank in sorted(found, key=lambda rank: int(self.read(f"order/{rank}")))}
+        found = {rank: message for rank, message in self.read_all("error", ranks).items() if message}
+        order = self.read_all("order", list(found))
+        return {rank: found[rank] for rank in sorted(found, key=lambda rank: int(order[rank]))}
 
     def read(self, key: str) -> str:
         """Return the value of a key; empty if it was never set."""
         # `get` would wait for the key, until the store's timeout.
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
-    def is_alive(self, rank: int) -> bool | None:
-        """Tell whether the process of a rank exists; None if it runs on another machine."""
-        return Process.parse(self.read(f"process/{rank}")).is_alive()
+    def read_all(self, what: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the values of ranks; empty for a rank that has never set its value."""
+        keys = [f"{what}/{rank}" for rank in ranks]
+        # Two requests for any number of ranks: after a failure, all ranks read the values of all ranks.
+        if keys and self.store.check(keys):
+            return {rank: value.decode() for rank, value in zip(ranks, self.store.multi_get(keys))}
+        return {rank: self.read(key) for rank, key in zip(ranks, keys)}
+
+    def process(self, rank: int) -> Process:
+        """Return the process of a rank; one without a host if the rank has not begun."""
+        return self._processes_of([rank])[rank]
+
+    def _processes_of(self, ranks: Sequence[int]) -> dict[int, Process]:
+        unknown = [rank for rank in ranks if rank not in self._processes]
+        # Kept, as the ranks of a group keep their processes: a waiting rank asks 20 times a second.
+        found = {rank: Process.parse(text) for rank, text in self.read_all("process", unknown).items()}
+        self._processes.update({rank: process for rank, process in found.items() if process.host})
+        return {rank: self._processes.get(rank) or found[rank] for rank in ranks}
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks on this machine whose processes no longer exist."""
+        return [rank for rank, process in self._processes_of(ranks).items() if process.is_alive() is False]
 
 
 def _sockets() -> dict[int, int]:
@@ -441,7 +462,7 @@ class _Watch:
         waited_s = now_s - self._since_s
         if error and waited_s > ENDED_S:
             return f"rank {rank} stopped with: {error}"
-        is_alive = self._heartbeat.is_alive(rank)
+        is_alive = self._heartbeat.process(rank).is_alive()
         if is_alive is False and waited_s > ENDED_S:
             return f"rank {rank} is gone: its process has ended [LP028]"
         if is_alive is None and waited_s > SILENT_S:
@@ -514,12 +535,13 @@ def reported_errors(ranks: Sequence[int]) -> dict[int, str]:
 
 def heartbeats(ranks: Sequence[int]) -> dict[int, int]:
     """Return the number of beats by rank; empty if this rank has no heartbeat."""
-    return {} if _heartbeat is None else {rank: _heartbeat.store.add(f"beat/{rank}", 0) for rank in ranks}
+    found = {} if _heartbeat is None else _heartbeat.read_all("beat", ranks)
+    return {rank: int(beats or 0) for rank, beats in found.items()}
 
 
 def ended_processes(ranks: Sequence[int]) -> list[int]:
     """Return the ranks on this machine whose processes no longer exist."""
-    return [] if _heartbeat is None else [rank for rank in ranks if _heartbeat.is_alive(rank) is False]
+    return [] if _heartbeat is None else _heartbeat.ended(ranks)
 
 
 def report_failure(error: BaseException) -> None:

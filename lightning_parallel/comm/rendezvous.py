@@ -21,7 +21,8 @@ import torch.distributed as dist
 __all__ = ["RendezvousError", "attempt_store", "may_outlive_attempts"]
 
 _LOOK_S = 0.02
-"""Seconds between two looks of a waiting rank into the store."""
+"""Seconds between two looks of a waiting rank into the store, for up to `_FEW` ranks."""
+_FEW = 64
 
 
 class RendezvousError(RuntimeError):
@@ -64,7 +65,7 @@ def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timede
     # The part of the store that all attempts share.
     hall = dist.PrefixStore("lightning_parallel/rendezvous", store)
     end_s = time.monotonic() + timeout.total_seconds()
-    prefix = _welcome(hall, world_size, end_s) if rank == 0 else _enter(hall, rank, end_s)
+    prefix = _welcome(hall, world_size, end_s) if rank == 0 else _enter(hall, rank, world_size, end_s)
     return dist.PrefixStore(f"lightning_parallel/attempt/{prefix}", store)
 
 
@@ -92,7 +93,7 @@ def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
     return prefix
 
 
-def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
+def _enter(hall: dist.Store, rank: int, world_size: int, end_s: float) -> str:
     nonce = uuid4().hex
     hall.set(f"hello/{rank}", nonce)
     while True:
@@ -106,7 +107,8 @@ def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
                 f"Rank 0 must start within `timeout` of the strategy; it did not answer rank {rank}. Check that"
                 " its process runs [LP001]"
             )
-        time.sleep(_LOOK_S)
+        # More ranks look less often: one process answers all of them, and the first rank, which they wait for.
+        time.sleep(_LOOK_S * max(1.0, world_size / _FEW))
 
 
 def _read(store: dist.Store, key: str) -> str:
