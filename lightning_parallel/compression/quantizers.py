@@ -289,7 +289,9 @@ class Quantize(Quantizer):
         """Send everything to the other rank: as many bytes as in two phases, with one rounding instead of two."""
         count, n = source.rows.shape
         chunk = math.prod(self._grouping(n))
-        everyone = yield AllGatherRequest(self._encode(source, 1, chunk).flatten())
+        whole, packed = self._message(source.rows, step, chunk)
+        self._encode(source, 1, chunk, packed)
+        everyone = yield AllGatherRequest(packed, whole)
         everyone = everyone.reshape(step.group.size, -1, self._group_bytes(chunk))
         # A group with a NaN or infinity has a scale that is not finite, so watching the scales is enough.
         step.watch(scales(everyone.flatten(0, 1), self.bits))
@@ -309,13 +311,14 @@ class Quantize(Quantizer):
         chunk = math.prod(self._grouping(math.ceil(rows.shape[1] / size)))
         mine = yield from self._mean_part(source, step, chunk)
         # `source.noise` continues, so the rounding of the second phase is independent of the first.
-        packed = self._encode(source._replace(rows=mine, late=None), 1, chunk)
+        whole, packed = self._message(rows, step, chunk)
+        self._encode(source._replace(rows=mine, late=None), 1, chunk, packed)
         if source.rest:
             # The error of the second encoding belongs to all ranks. The owner keeps it times the number of ranks, so
             # that it counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield AllGatherRequest(packed.flatten())).reshape(size, len(rows), -1)
+        everyone = (yield AllGatherRequest(packed, whole)).reshape(size, len(rows), -1)
         step.watch(scales(everyone.reshape(-1, self._group_bytes(chunk)), self.bits))
         self._decode(everyone.transpose(0, 1), mean, chunk)
 
@@ -330,12 +333,24 @@ class Quantize(Quantizer):
         decode_mean(received.reshape(size, count * groups, -1), mine.view(-1), self.bits)
         return mine[:, :chunk]
 
-    def _encode(self, source: _Source, parts: int, chunk: int) -> Tensor:
-        """Return bytes (rows, parts, packed) of the rows, each in parts of `chunk` numbers, followed by zeros."""
+    def _message(self, rows: Tensor, step: StepContext, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return memory for the bytes of all ranks, (ranks, n), and the row of this rank, for `chunk` numbers a row."""
+        groups, _ = self._grouping(chunk)
+        n = len(rows) * groups * self._group_bytes(chunk)
+        whole = rows.new_empty(step.group.size, n, dtype=torch.uint8)
+        return whole, whole[step.group.rank]
+
+    def _encode(self, source: _Source, parts: int, chunk: int, into: Optional[Tensor] = None) -> Tensor:
+        """Return bytes (rows, parts, packed) of the rows, each in parts of `chunk` numbers, followed by zeros.
+
+        Args:
+            into: Memory of as many bytes for them; new memory when omitted.
+        """
         rows, noise, rest, late = source
         groups, extent = self._grouping(chunk)
         count, n = rows.shape
-        packed = rows.new_empty(count, parts, groups * self._group_bytes(chunk), dtype=torch.uint8)
+        shape = count, parts, groups * self._group_bytes(chunk)
+        packed = rows.new_empty(shape, dtype=torch.uint8) if into is None else into.view(shape)
         flat = packed.view(-1, self._group_bytes(chunk))
         # Rows of full groups are encoded in place. Other rows need padding between their parts, or at their ends.
         if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):

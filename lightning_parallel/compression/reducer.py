@@ -31,7 +31,7 @@ from lightning_parallel.compression.feedback import (
     estimate_method,
     working_dtype,
 )
-from lightning_parallel.compression.wire import Seconds, goes_alone, run_phases
+from lightning_parallel.compression.wire import Seconds, goes_alone, launches_kernels, run_phases
 
 __all__ = [
     "LATE",
@@ -467,7 +467,8 @@ class ReductionStep:
         """
         self._open = False
         if finite is None:
-            finite = bool(self.verdict)
+            on_host = not any(map(launches_kernels, self._watched))
+            finite = all(map(math.isfinite, self._watched)) if on_host else bool(self.verdict)
         if not finite:
             self.memory.rollback()
             return False

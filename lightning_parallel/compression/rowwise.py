@@ -1,8 +1,8 @@
 """Encodes numbers as integers of 8, 4 or 2 bits, in groups: row by row, from the least to the largest of a group.
 
-    8 bits     | q, one byte each  | scale, fp32 | bias, fp32 |                 x = q scale + bias
-    4 bits     | q, two in a byte  | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
-    2 bits     | q, four in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
+    8 bits     | q, one byte each  |            | scale, fp32 | bias, fp32 |    x = q scale + bias
+    4 bits     | q, two in a byte  | peak, fp32 | scale, fp16 | bias, fp16 |    x = (q scale + bias) peak
+    2 bits     | q, four in a byte | peak, fp32 | scale, fp16 | bias, fp16 |    x = (q scale + bias) peak
 
 torch's fused kernels for embedding tables write q, scale and bias, on CPUs several times faster than single operations.
 Other cases (devices, fp64, stochastic rounding) use single operations, which give the same bits in fp32. Ranks may
@@ -11,9 +11,9 @@ kernels:
 
     With 8 bits, they add 1e-8 to the width of a group before they compute q, and not to its scale. Here the scale
     includes it. A group of width 2^-20 thus has levels that are 1 % wider. Narrower groups are multiplied by 2^56.
-    With fewer bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
-    They may ignore NaN. With 8 bits, a sum of all numbers finds it, and the scales become NaN. With fewer bits, the
-    peak shows NaN and infinity.
+    With fewer bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude, the peak.
+    The kernels take its bytes for more q. They thus read and write whole rows of the message, without copies.
+    They may ignore NaN. This module finds the least and the largest number, which show NaN and infinity.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _NARROW = 2.0**-20 / 255  # scale of a group below which the epsilon would cost 
 _ENLARGED = 2.0**56
 _FUSED = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack")
 _KINDS = {8: "byte", 4: "4bit", 2: "2bit"}  # in the names of torch's kernels
+_TAKES_ENDS = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack_with_rowwise_min_max")  # torch 2.10
 
 
 def aligned(bits: int) -> int:
@@ -56,7 +57,16 @@ def packed_bytes(extent: int, bits: int) -> int:
 
 def scales(packed: Tensor, bits: int) -> Tensor:
     """Return the numbers in `packed` (..., bytes) that are not finite if a number of the group was not."""
-    return from_bytes(packed[..., -8:] if bits == 8 else packed[..., -4:], torch.float32)
+    floats = _floats(packed)
+    return floats[..., -2:] if bits == 8 else floats[..., -2]
+
+
+def _floats(packed: Tensor) -> Tensor:
+    """Return bytes (..., n), n a multiple of 4, as numbers of fp32 (..., n / 4)."""
+    # A part of a joined message may begin at any byte, and a view of floats must not. Other parts are not copied: torch
+    # would copy the scales byte by byte, which takes as long as a pass over all numbers.
+    starts = (packed.storage_offset(), *packed.stride()[:-1])
+    return packed.view(torch.float32) if not any(one % 4 for one in starts) else from_bytes(packed, torch.float32)
 
 
 def encode_rows(
@@ -77,7 +87,6 @@ def encode_rows(
     if numbers.is_meta:  # an estimate of bytes needs only the size of `packed`
         return
     extent = (packed.shape[1] - 8) * 8 // bits
-    total = 0.0
     for begin, end in _pieces(packed, 1, extent):
         place = slice(begin * extent, end * extent)
         piece = numbers[place]
@@ -87,17 +96,15 @@ def encode_rows(
         whole, tail = len(piece) // extent, len(piece) % extent
         if whole:
             rows = piece[: whole * extent].view(whole, extent)
-            total += _encode(rows, packed[begin : begin + whole], bits, noise, rest)
+            _encode(rows, packed[begin : begin + whole], bits, noise, rest)
         if begin + whole == end:
             continue
         # The last numbers do not fill a group: zeros in a copy fill it.
         padded = piece.new_zeros(end - begin - whole, extent)
         padded[0, :tail] = piece[whole * extent :]
-        total += _encode(padded, packed[begin + whole : end], bits, noise, rest)
+        _encode(padded, packed[begin + whole : end], bits, noise, rest)
         if rest:
             piece[whole * extent :] = padded[0, :tail]
-    if not math.isfinite(total):
-        packed[:, -8:].view(torch.float32).fill_(torch.nan)
 
 
 def _fill(piece: Tensor, late: Sum, place: slice) -> None:
@@ -118,7 +125,7 @@ def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
     for begin, end in _pieces(packed, 1, extent):
         piece = numbers[begin * extent : end * extent]
         if len(piece):
-            piece.copy_(_decode(packed[begin:end], bits, numbers.dtype).view(-1)[: len(piece)])
+            _put(_decode(packed[begin:end], bits, numbers.dtype), piece)
 
 
 def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
@@ -135,28 +142,32 @@ def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
     for begin, end in _pieces(packed[0], 1 if is_fused else ranks, extent):
         into = numbers[begin * extent : end * extent]
         if is_fused:
-            into.copy_(_mean_fused(packed, begin, end, bits).view(-1)[: len(into)])
+            _put(_mean_fused(packed, begin, end, bits), into)
             continue
         found = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype).view(ranks, -1)
         torch.sum(found[:, : len(into)], 0, out=into)
         into.div_(ranks)
 
 
+def _put(rows: Tensor, numbers: Tensor) -> None:
+    """Copy the first n of `rows` (groups, extent), which may be a part of wider rows, to `numbers` (n)."""
+    if rows.numel() == len(numbers):
+        numbers.view(rows.shape).copy_(rows)
+    else:
+        numbers.copy_(rows.reshape(-1)[: len(numbers)])
+
+
 def _mean_fused(packed: Tensor, begin: int, end: int, bits: int) -> Tensor:
     """Return the mean over the ranks, (groups, extent): each group is a bag of one row of each rank."""
     ranks, groups, num_bytes = packed.shape
-    if bits == 8:
-        indices, offsets, weights = _bags(ranks, groups, end - begin)
-        rows = packed.view(-1, num_bytes)[begin:]
-    else:
+    indices, offsets, weights = _bags(ranks, groups, end - begin)
+    rows = packed.view(-1, num_bytes)[begin:]
+    if bits < 8:
         # The peaks, which torch's kernel does not know, are the weights of the rows.
-        piece = packed[:, begin:end]
-        indices, offsets, _ = _bags(ranks, end - begin, end - begin)
-        weights = piece[..., -4:].transpose(0, 1).contiguous().view(torch.float32).view(-1) / ranks
-        rows = piece[..., :-4].contiguous().view(-1, num_bytes - 4)
+        weights = scales(packed[:, begin:end], bits).t().reshape(-1) / ranks
     bag = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_rowwise_offsets")
     found: Tensor = bag(rows, indices, offsets, per_sample_weights=weights, include_last_offset=True)
-    return found
+    return found[:, : (num_bytes - 8) * 8 // bits]
 
 
 @lru_cache(maxsize=64)
@@ -174,16 +185,10 @@ def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, in
         yield begin, min(begin + count, len(packed))
 
 
-def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> float:
-    """Encode rows (groups, extent), all of them at once.
-
-    Returns:
-        The sum of all numbers, if the scales do not show NaN; otherwise zero.
-    """
+def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> None:
+    """Encode rows (groups, extent), all of them at once."""
     is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
-    total = 0.0
     if is_fused and bits == 8:
-        total = rows.sum().item()
         _encode_bytes_fused(rows, packed)
     elif is_fused:
         _encode_short_fused(rows, packed, bits)
@@ -193,7 +198,6 @@ def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Gener
         _encode_short(rows, packed, bits, noise)
     if rest:
         rows.sub_(_decode(packed, bits, rows.dtype))
-    return total
 
 
 def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -207,21 +211,33 @@ def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
             return torch.ops.quantized.embedding_bag_byte_unpack(packed)
         ends = packed[:, -8:].view(torch.float32).to(dtype)
         return torch.addcmul(ends[:, 1:], packed[:, :-8].to(dtype), ends[:, :1])
-    peaks = packed[:, -4:].view(torch.float32).to(dtype)
+    peaks = scales(packed, bits).unsqueeze(1).to(dtype)
     if is_fused:
-        unpack = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_unpack")
-        found: Tensor = unpack(packed[:, :-4].contiguous())
-        return found.mul_(peaks)
+        found: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_unpack")(packed)
+        return found[:, : (packed.shape[1] - 8) * 8 // bits].mul_(peaks)
     joint, most = packed[:, :-8], (1 << bits) - 1
     # The first levels need no shift, and the last ones no mask.
     middle = [joint >> shift & most for shift in range(bits, 8 - bits, bits)]
     levels = torch.stack([joint & most, *middle, joint >> 8 - bits], dim=2).flatten(1).to(dtype)
-    ends = packed[:, -8:-4].view(torch.float16).to(dtype)
+    ends = packed[:, -4:].view(torch.float16).to(dtype)
     return torch.addcmul(ends[:, 1:], levels, ends[:, :1]).mul_(peaks)
 
 
+def _prepacked(rows: Tensor, least: Tensor, largest: Tensor, bits: int) -> Tensor:
+    """Return rows (groups, extent), whose ends (groups, 1) are known, as torch's kernel encodes them."""
+    if _TAKES_ENDS:
+        # The kernel would find the ends itself, but hide NaN.
+        kernel = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_prepack_with_rowwise_min_max")
+        return kernel(rows, torch.cat([least, largest], dim=1))
+    found: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_prepack")(rows)
+    if bits == 8:
+        scales(found, bits).add_((largest - least).mul_(0))  # NaN if an end is not finite
+    return found
+
+
 def _encode_bytes_fused(rows: Tensor, packed: Tensor) -> None:
-    packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(rows))
+    least, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    packed.copy_(_prepacked(rows, least, largest, 8))
     # By numpy, whose calls on few numbers cost a fraction of torch's.
     scale = packed.numpy().view(np.float32)[:, -2]
     with np.errstate(all="ignore"):
@@ -231,7 +247,8 @@ def _encode_bytes_fused(rows: Tensor, packed: Tensor) -> None:
             return
         # Groups of equal numbers need no levels, and may be most of a sparse gradient.
         narrow = torch.from_numpy((is_narrow & (scale > 0)).nonzero()[0])
-        packed[narrow] = torch.ops.quantized.embedding_bag_byte_prepack(rows[narrow].mul_(_ENLARGED))
+        large, low, high = (one[narrow].mul_(_ENLARGED) for one in (rows, least, largest))
+        packed[narrow] = _prepacked(large, low, high, 8)
         packed[narrow, -8:] = as_bytes(packed[narrow, -8:].view(torch.float32).mul_(1 / _ENLARGED))
         scale += np.where(is_narrow, np.float32(_EPSILON_SCALE / _ENLARGED), np.float32(_EPSILON_SCALE))
 
@@ -251,24 +268,33 @@ def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]
     packed[:, -8:] = as_bytes(torch.cat([scale.add_(epsilon.div_(255)), bias], dim=1))
 
 
-def _peaks(rows: Tensor) -> Tensor:
+def _peaks(least: Tensor, largest: Tensor) -> Tensor:
     """Return the largest magnitude of each row, (groups, 1), in fp32: a tiny number for zeros, NaN for NaN."""
-    if launches_kernels(rows):
-        found = torch.linalg.vector_norm(rows, torch.inf, 1, keepdim=True)  # one kernel instead of four
-    else:
-        found = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-    return found.float().clamp_min_(torch.finfo(torch.float32).tiny)
+    return torch.maximum(largest, least.neg()).float().clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def _encode_short_fused(rows: Tensor, packed: Tensor, bits: int) -> None:
-    peaks = _peaks(rows)
-    prepack = getattr(torch.ops.quantized, f"embedding_bag_{_KINDS[bits]}_prepack")
-    packed[:, :-4] = prepack(rows * peaks.reciprocal())
-    packed[:, -4:] = as_bytes(peaks)
+    least, largest = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    peaks = _peaks(least, largest)
+    factors = peaks.reciprocal()
+    groups, extent = rows.shape
+    # As wide as the row of the message: the peak will replace the q of the last numbers. These repeat the first ones,
+    # so that a kernel which finds the ends itself finds the same.
+    reduced = rows.new_empty(groups, extent + 32 // bits)
+    torch.mul(rows, factors, out=reduced[:, :extent])
+    reduced[:, extent:] = reduced[:, : 32 // bits]
+    joint = _prepacked(reduced, least.mul_(factors), largest.mul_(factors), bits)
+    joint.view(torch.float32)[:, -2:-1] = peaks
+    packed.copy_(joint)
 
 
 def _encode_short(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator]) -> None:
-    peaks = _peaks(rows)
+    if launches_kernels(rows):
+        # One kernel instead of four.
+        peaks = torch.linalg.vector_norm(rows, torch.inf, 1, keepdim=True).float()
+        peaks.clamp_min_(torch.finfo(torch.float32).tiny)
+    else:
+        peaks = _peaks(rows.amin(1, keepdim=True), rows.amax(1, keepdim=True))
     reduced = rows * peaks.reciprocal()
     least, largest = reduced.amin(1, keepdim=True), reduced.amax(1, keepdim=True)
     # Rounded to fp16 before the levels are computed, because the decoder reads the rounded values.
@@ -282,8 +308,8 @@ def _encode_short(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch
     for index in range(1, 8 // bits):
         joint = joint | levels[:, index :: 8 // bits] << bits * index
     packed[:, :-8] = joint
-    packed[:, -8:-4] = as_bytes(torch.cat([scale, bias], dim=1))
-    packed[:, -4:] = as_bytes(peaks)
+    packed[:, -8:-4] = as_bytes(peaks)
+    packed[:, -4:] = as_bytes(torch.cat([scale, bias], dim=1))
 
 
 def _rounded(levels: Tensor, noise: Optional[torch.Generator]) -> Tensor:

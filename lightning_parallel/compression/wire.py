@@ -108,9 +108,15 @@ class ReduceScatterRequest(NamedTuple):
 
 # Ranks gather and exchange bytes: numbers and scales of any dtype share a message, and gloo takes no int16.
 class AllGatherRequest(NamedTuple):
-    """Send this rank's `tensor`, bytes (n,), to every rank; the answer is (ranks, n)."""
+    """Send this rank's `tensor`, bytes (n,), to every rank; the answer is (ranks, n).
+
+    Attributes:
+        tensor: The bytes.
+        whole: Memory for the answer, if `tensor` is the row of this rank in it.
+    """
 
     tensor: Tensor
+    whole: Optional[Tensor] = None
 
 
 class AllToAllRequest(NamedTuple):
@@ -253,15 +259,11 @@ class _Phase:
         self.seconds = 0.0
         # Collectives begin in the order of insertion: the order of the methods, which is the same on all ranks.
         joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
-        # A large sum goes alone, without the copies that joining takes.
+        # A large tensor goes alone, without the copies that joining takes.
         for index, request in requests.items():
-            summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
-            separate = summed and goes_alone(request.tensor)
+            separate = not isinstance(request, AllToAllRequest) and goes_alone(request.tensor)
             joint.setdefault((type(request), request.tensor.dtype, index if separate else -1), []).append(index)
-        self._begun = [
-            (indices, _COLLECTIVES[kind]([requests[index].tensor for index in indices], group))
-            for (kind, _, _), indices in joint.items()
-        ]
+        self._begun = [(indices, _begin([requests[index] for index in indices], group)) for indices in joint.values()]
 
     def wait(self) -> None:
         """Wait for the answers."""
@@ -271,6 +273,15 @@ class _Phase:
 
 
 _Finish = Callable[[], Sequence[Tensor]]  # waits for the answers to requests of one kind
+
+
+def _begin(requests: list[Request], group: Group) -> _Finish:
+    """Begin one collective for requests of one kind."""
+    first = requests[0]
+    if len(requests) == 1 and isinstance(first, AllGatherRequest) and first.whole is not None:
+        whole = _waiting(comm.all_gather_(first.whole, group, async_op=_has_handle(first.whole)))
+        return lambda: [whole()]
+    return _COLLECTIVES[type(first)]([request.tensor for request in requests], group)
 
 
 def _all_reduce(tensors: list[Tensor], group: Group) -> _Finish:

@@ -20,6 +20,7 @@ from lightning_parallel.compression import (
     Sign,
     TopK,
     quantizers,
+    reducer,
     rowwise,
     sparsifiers,
     thin_products,
@@ -30,12 +31,13 @@ from tests.harness import distributed
 from tests.launches import Launches, Reads
 
 CPU = torch.device("cpu")
+WAYS = (wire, quantizers, reducer, rowwise, sparsifiers, thin_products)  # they have one way for CPUs, one for devices
 
 
 @pytest.fixture
 def device_ways(monkeypatch):
     """Have launches said to be expensive; in groups without processes all ranks bring the same."""
-    for module in (wire, quantizers, rowwise, sparsifiers, thin_products):
+    for module in WAYS:
         monkeypatch.setattr(module, "launches_kernels", lambda tensor: not tensor.is_meta)
     monkeypatch.setattr(wire, "_Phase", PhaseOfEqualRanks)
 
@@ -137,12 +139,12 @@ def _steps_both_ways(name, shapes, group):
     reducers = COMPRESSORS[name](), COMPRESSORS[name]()
     for number in range(3):
         means = []
-        for reducer, is_device in zip(reducers, (False, True)):
+        for one, is_device in zip(reducers, (False, True)):
             named = gradients(shapes, 10 * number + group.rank, torch.float64)
             with ExitStack() as stack:
-                for module in (wire, quantizers, rowwise, sparsifiers, thin_products):
+                for module in WAYS:
                     stack.enter_context(patched(module, "launches_kernels", lambda tensor, way=is_device: way))
-                assert reducer.reduce_(named, group)
+                assert one.reduce_(named, group)
             means.append(named)
         for key in shapes:
             torch.testing.assert_close(means[1][key], means[0][key], rtol=1e-9, atol=1e-9)

@@ -274,13 +274,16 @@ def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
     assert rest[2].count_nonzero() == 0
     level = (rows.amax(1) - rows.amin(1)) / (2**bits - 1)
     assert (rest.abs().amax(1) <= level * (0.506 if bits == 8 else 0.52)).all()
-    for is_fused in (True, False):
+    with patched(rowwise, "_TAKES_ENDS", False):  # as before torch 2.10
+        rowwise.encode_rows(rows.clone().view(-1), single, bits)
+    assert torch.equal(fused, single)
+    for is_fused, takes_ends in ((True, rowwise._TAKES_ENDS), (True, False), (False, False)):
         for value in (torch.nan, torch.inf, -torch.inf):
             poisoned = rows.clone()
             poisoned[5, 77] = value
-            with patched(rowwise, "_FUSED", is_fused):
+            with patched(rowwise, "_FUSED", is_fused), patched(rowwise, "_TAKES_ENDS", takes_ends):
                 rowwise.encode_rows(poisoned.view(-1), fused, bits)
-            assert not rowwise.scales(fused, bits).isfinite().all(), (is_fused, value)
+            assert not rowwise.scales(fused, bits).isfinite().all(), (is_fused, takes_ends, value)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
