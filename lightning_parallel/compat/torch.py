@@ -6,6 +6,7 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` names 
 from __future__ import annotations
 
 import copy
+import ctypes
 import importlib.util
 import inspect
 import json
@@ -14,7 +15,7 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -42,6 +43,7 @@ from torch._C import _DisableFuncTorch as no_transforms
 from torch._C import _EnableTorchFunction as EnableTorchFunction
 
 # The number of dispatch modes that see operators now.
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
@@ -195,10 +197,13 @@ __all__ = [
     "uncompiled_call_of",
     "unsafe_view",
     "version_of",
+    "views_unseen",
     "workers_of",
     "versions_of",
     "with_lost_weight",
     "with_versions",
+    "is_any_autocast_enabled",
+    "is_same_memory",
     "is_traced",
     "is_traced_now",
 ]
@@ -558,6 +563,11 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
 
+# Inside this context, autograd sees no views: the results may leave a custom function, and be changed in place.
+views_unseen: Callable[[], AbstractContextManager[None]] = partial(
+    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+)
+
 
 def with_lost_weight(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a call, with the `weight` that torch drops for subclasses of `Tensor`.
@@ -583,6 +593,15 @@ to_copy = torch.ops.aten._to_copy
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
+_compare = ctypes.CDLL("msvcrt" if os.name == "nt" else None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors on the CPU have the same bytes; `torch.equal` takes twice as long."""
+    return one.nbytes == other.nbytes and not _compare(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
 def is_traced_now() -> bool:
     """Return whether the compiler runs this code with tensors without data, to see its operators."""
     return TracingContext.try_get() is not None
@@ -594,7 +613,11 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return `function.apply` without torch's preparation for `torch.func`, which takes longer than a small kernel."""
+    """Return `function.apply` without torch's preparation for `torch.func`, which takes longer than a small kernel.
+
+    Autograd's node then calls `function.backward` itself, without two functions in between.
+    """
+    vars(function)["_backward_cls"].apply = function.backward
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

@@ -51,6 +51,7 @@ from lightning_parallel.tensor.inspection import (
     is_transposed,
 )
 from lightning_parallel.tensor.linear import (
+    Reader,
     SequenceLengths,
     SharedInputs,
     column_in_graph,
@@ -163,6 +164,7 @@ class Column:
         layer.group = group
         # One object for the group: layers that read one input then share one all-reduce of its gradient.
         layer.inputs = shared_inputs(group, self.sequence_dim)
+        layer.reader = Reader()
         layer.in_sublayer = self.in_sublayer
         layer.region = None
         shard_parameters(layer, rules, group)
@@ -336,6 +338,15 @@ class _ParallelLinear(nn.Module):
 
     __repr__ = nn.Module.__repr__  # the `__repr__` of transformers' Conv1D would not show the sharding
 
+    def plain_parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return weight and bias if they are ordinary parameters, with this rank's shards; else None."""
+        # From the dictionary, as `nn.Module` finds attributes by a function of Python.
+        own = vars(self)[PARAMETERS]
+        weight, bias = own.get("weight"), own.get("bias", False)
+        if type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter):
+            return weight, bias
+        return None, None
+
     def _describe(self, local: str, extra: str) -> str:
         in_features, out_features = self.full_features
         text = f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
@@ -348,6 +359,7 @@ class ColumnLinear(_ParallelLinear):
 
     gather_output: bool
     inputs: SharedInputs
+    reader: Reader
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
@@ -358,10 +370,14 @@ class ColumnLinear(_ParallelLinear):
         x, inputs = input, self.inputs
         if type(input) is not Tensor or self.in_sublayer:
             x, inputs = self._entered(input)
-        # In a step, the weight reads as the full one, but this layer computes with the shard.
-        with on_shards(x, self):
-            weight, bias = self.own_parameters()
-            y = column_linear(x, weight, bias, inputs, self.transposed)
+        weight, bias = self.plain_parameters()
+        if weight is not None and type(x) is Tensor:
+            y = column_linear(x, weight, bias, inputs, self.transposed, self.reader)
+        else:
+            # In a step, the weight reads as the full one, but this layer computes with the shard.
+            with on_shards(x, self):
+                weight, bias = self.own_parameters()
+                y = column_linear(x, weight, bias, inputs, self.transposed, self.reader)
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
@@ -442,15 +458,18 @@ class RowLinear(_ParallelLinear):
                     " `sequence_parallel=False` [LP018]"
                 )
             x = _split_features(x, self.feature_rule, self.group)
-        with on_shards(x, self):
-            weight: Tensor = self.weight
-            bias: Tensor | None = self.bias
-            if type(weight) is not nn.Parameter:
-                weight = _own_part(weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
-            if is_outside and bias is not None:
-                # Each rank computes all positions here, but the gradient of the bias is summed over the ranks.
-                bias = whole_from_group(bias, self.group)
+        weight, bias = self.plain_parameters()
+        if weight is not None and type(x) is Tensor and not is_outside:
             y = row_linear(x, weight, bias, self.group, lengths, self.transposed)
+        else:
+            with on_shards(x, self):
+                weight, bias = self.weight, self.bias
+                if type(weight) is not nn.Parameter:
+                    weight = _own_part(weight, self.feature_rule.along(0 if self.transposed else 1), self.group)
+                if is_outside and bias is not None:
+                    # Each rank computes all positions here, but the gradient of the bias is summed over the ranks.
+                    bias = whole_from_group(bias, self.group)
+                y = row_linear(x, weight, bias, self.group, lengths, self.transposed)
         # Code of the sublayer must see the sizes of the full sequence, as it saw them in the input.
         return positions_of(y, lengths) if lengths is not None and self.in_sublayer else y
 

@@ -36,10 +36,12 @@ from lightning_parallel.comm.weight_gradients import parameters_among, put_off, 
 from lightning_parallel.compat.torch import (
     apply_of,
     current_graph_task_id,
+    is_any_autocast_enabled,
     is_traced_now,
     transforms_active,
     unsafe_view,
     version_of,
+    views_unseen,
 )
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
@@ -52,6 +54,7 @@ from lightning_parallel.tensor.sharding import balanced
 
 __all__ = [
     "SequenceLengths",
+    "Reader",
     "SharedInputs",
     "column_in_graph",
     "column_linear",
@@ -64,6 +67,8 @@ __all__ = [
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes on `x`: autocast's dtype where autocast applies."""
+    if not is_any_autocast_enabled():  # asked in each layer, where no device need be looked up
+        return x.dtype
     # Autocast never casts double precision.
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
@@ -71,7 +76,12 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: SharedInputs, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: SharedInputs,
+    transposed: bool = False,
+    reader: Reader | None = None,
 ) -> Tensor:
     """Compute this rank's output features of a linear layer.
 
@@ -83,8 +93,9 @@ def column_linear(
         bias: (out / ranks,).
         inputs: The object that all layers of the group share.
         transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
+        reader: The layer, if the same object is given in each call of it.
     """
-    shared, node, gradient, part = inputs.enter(x)
+    shared, node, gradient, part = inputs.enter(x, reader)
     apply = _ColumnLinearFunction.apply if transforms_active() else _apply_column
     return apply(shared, weight, bias, gradient, transposed, part, node)
 
@@ -248,11 +259,17 @@ class SharedInputs:
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
         return self  # layers of a copied model must go on sharing one object
 
-    def enter(self, x: Tensor) -> tuple[Tensor, Tensor | None, _InputGradient | None, Tensor | None]:
+    def enter(
+        self, x: Tensor, reader: Reader | None = None
+    ) -> tuple[Tensor, Tensor | None, _InputGradient | None, Tensor | None]:
         """Return the tensor to compute on, its node, the collector of its gradient, and the part to keep for backward.
 
         The node has the tensor's sizes and place in autograd's graph, but no memory. The collector is None if no
         gradient is needed. The part and the node are None if backward keeps the tensor itself.
+
+        Args:
+            x: The input.
+            reader: The layer that reads it; None if it is unknown.
         """
         dtype = compute_dtype(x)
         layout = None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
@@ -267,18 +284,27 @@ class SharedInputs:
         # The same tensor object is a new input after an in-place change (version). It also is one if activation
         # checkpointing recomputes during backward (graph task), with a separate graph and its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
-        if self._entry is None or self._source is None or self._source() is not x or self._key != key:
-            # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
-            part = None if layout is None else x.detach().to(dtype)
-            spans = None if part is None or layout is None else _spans(part, part.shape, layout, self.group)
-            gradient = _InputGradient(self, layout, spans)
-            # Weakly: this cache must not keep an activation alive that the model has dropped.
-            # The copy is held until `x` is gone, its gradient is known, or another input comes.
-            self._source = weakref.ref(x, self._forget)
-            self._key = key
-            apply = _ColumnInputFunction.apply if transforms_active() else _apply_input
-            self._entry = *apply(x, dtype, gradient), gradient, part
-        self._entry[2].expected += 1  # each layer that reads the input adds a part in backward
+        entry, first = self._entry, None
+        if entry is not None and self._source is not None and self._source() is x and self._key == key:
+            first = entry[2]
+            if not first.is_alone:
+                first.expected += 1  # each layer that reads the input adds a part in backward
+                return entry
+            assert first.reader is not None
+            first.reader.is_alone = False  # from now on, the first layer shares a message with this one
+        # A rank keeps its part of a sharded sequence, and backward gathers the sequence again.
+        part = None if layout is None else x.detach().to(dtype)
+        spans = None if part is None or layout is None else _spans(part, part.shape, layout, self.group)
+        gradient = _InputGradient(self, layout, spans, reader)
+        # Weakly: this cache must not keep an activation alive that the model has dropped.
+        # The copy is held until `x` is gone, its gradient is known, or another input comes.
+        self._source, self._key = weakref.ref(x, self._forget), key
+        if first is None and reader is not None and reader.is_alone and layout is None and x.dtype is dtype:
+            gradient.is_alone = True
+            self._entry = _NOTHING, None, gradient, None
+            return x, None, gradient, None
+        apply = _ColumnInputFunction.apply if transforms_active() else _apply_input
+        self._entry = *apply(x, dtype, gradient), gradient, part
         return self._entry
 
     def whole(self, x: Tensor, layout: tuple[int, list[int]] | None) -> Tensor:
@@ -301,6 +327,22 @@ def shared_inputs(group: Group, sequence_dim: int | None) -> SharedInputs:
     return SharedInputs(group, None if sequence_dim is None else SequenceLengths(group, sequence_dim))
 
 
+class Reader:
+    """What a layer knows of the other layers that read its inputs.
+
+    Attributes:
+        is_alone: Whether no other layer has read an input of this layer; None until a backward pass tells.
+    """
+
+    __slots__ = ("is_alone",)
+
+    def __init__(self) -> None:
+        self.is_alone: bool | None = None
+
+
+_NOTHING = torch.empty(0)
+
+
 class _InputGradient:
     """Gradient of one shared input, summed over the layers that read it and then over the ranks.
 
@@ -311,21 +353,32 @@ class _InputGradient:
 
     Attributes:
         spans: While the input is memory without values: the spans in which the first product gathers it.
+        reader: The first layer that reads the input, if it is known.
+        is_alone: Whether this layer collects the result itself. A function of autograd takes as much time as a small
+            kernel, so a layer whose inputs no other layer has read makes do with one.
+        expected: The number of layers that read the input.
     """
 
+    # As after `_clear`. Not set by `__init__`, as each column-parallel layer of a step makes such an object.
+    seen, task = 0, -1
+    total: Tensor | None = None
+    pending: Pending | None = None
+    gathering: Pending | None = None
+    gathered: Tensor | None = None
+    expected = 1
+    is_alone = False
+
     def __init__(
-        self, inputs: SharedInputs, layout: tuple[int, list[int]] | None, spans: comm.Spans | None = None
+        self,
+        inputs: SharedInputs,
+        layout: tuple[int, list[int]] | None,
+        spans: comm.Spans | None = None,
+        reader: Reader | None = None,
     ) -> None:
         self.inputs = inputs
         self.layout = layout
         self.spans = spans
-        self.expected = 0
-        # As after `_clear`; each column-parallel layer of a step makes such an object.
-        self.seen, self.task = 0, -1
-        self.total: Tensor | None = None
-        self.pending: Pending | None = None
-        self.gathering: Pending | None = None
-        self.gathered: Tensor | None = None
+        self.reader = reader
 
     def _clear(self) -> None:
         self.seen, self.task = 0, -1
@@ -372,7 +425,7 @@ class _InputGradient:
                 self.pending = self._start_in_spans(grad, weight, shape, spans)
                 return
         if self.total is None:
-            self.total = grad @ weight
+            self.total = torch.mm(grad, weight)
         else:
             self.total.addmm_(grad, weight)  # in place, instead of one more tensor of the input's size per layer
         if is_last:
@@ -411,6 +464,9 @@ class _InputGradient:
             pending = self._start(self.total.view(shape))
         self._clear()
         self.inputs.release(self)
+        reader = self.reader
+        if reader is not None and reader.is_alone is None and not comm.skips_communication():
+            reader.is_alone = self.expected == 1
         return pending.wait()
 
 
@@ -499,22 +555,32 @@ class _ColumnLinearFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix, node = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
-        dx = None
+        gradient, dx = ctx.gradient, None
+        is_alone = gradient is not None and gradient.is_alone
         # Autograd enables gradients inside a backward only for `create_graph=True`.
         if torch.is_grad_enabled():
             if ctx.keeps_part:
-                x = _AtNode.apply(node, comm.all_gather(x, ctx.gradient.inputs.group, *ctx.gradient.layout))
-            if ctx.gradient is not None:
-                dx = _input_gradient(ctx, rows, matrix)
-        else:
-            if ctx.keeps_part:
-                ctx.gradient.gather(x)  # in flight during the product below
-            # The input gradient goes first: its reduction runs while the weight gradient below is computed.
-            if ctx.gradient is not None:
-                ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
-            if ctx.keeps_part:
-                x = ctx.gradient.whole()
-        return dx, *_parameter_gradients(ctx, x, rows, rows, grad), None, None, None, None
+                x = _AtNode.apply(node, comm.all_gather(x, gradient.inputs.group, *gradient.layout))
+            elif is_alone and x is not None:
+                x = copy_to_group(x, gradient.inputs.group)
+            if gradient is not None:
+                of_part = _input_gradient(ctx, rows, matrix)
+                dx = reduce_from_group(of_part, gradient.inputs.group) if is_alone else of_part
+            return dx, *_parameter_gradients(ctx, x, rows, rows, grad), None, None, None, None
+        if ctx.keeps_part:
+            gradient.gather(x)  # in flight during the product below
+        # The input gradient goes first: its reduction runs while the weight gradient below is computed.
+        factor = matrix.t() if ctx.transposed else matrix
+        if is_alone:
+            pending = comm.all_reduce_(torch.mm(rows, factor).view(ctx.shape), gradient.inputs.group, async_op=True)
+            of_weight, of_bias = _parameter_gradients(ctx, x, rows, rows, grad)
+            gradient.inputs.release(gradient)
+            return pending.wait(), of_weight, of_bias, None, None, None, None
+        if gradient is not None:
+            gradient.add(rows, factor, ctx.shape)
+        if ctx.keeps_part:
+            x = gradient.whole()
+        return None, *_parameter_gradients(ctx, x, rows, rows, grad), None, None, None, None
 
 
 class _RowLinearFunction(Function):
@@ -687,21 +753,21 @@ def _input_gradient(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
     """Return the gradient of a layer's input, given the gradient of its output; a part of autograd's graph."""
     # A cast inside forward has left the graph.
     matrix = matrix if ctx.cast_from is None or not torch.is_grad_enabled() else ctx.cast_from.to(matrix.dtype)
-    return (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape)
+    return torch.mm(rows, matrix.t() if ctx.transposed else matrix).view(ctx.shape)
 
 
 def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     if bias is not None and bias.dtype is not x.dtype:
         bias = bias.to(x.dtype)
+    # The result of a custom function must be no view, or the model could not change it in place.
     if not transposed:
         if bias is None:
             return F.linear(x, matrix)
-        y = F.linear(x.reshape(-1, x.shape[-1]), matrix, bias)
-        return unsafe_view(y, (*x.shape[:-1], matrix.shape[0]))
-    rows, factor = x.reshape(-1, x.shape[-1]), matrix
-    y = rows @ factor if bias is None else torch.addmm(bias, rows, factor)
-    # `y.view` would be a view that a custom function returns, which the model could not change in place.
-    return unsafe_view(y, (*x.shape[:-1], factor.shape[1]))
+        with views_unseen():
+            return F.linear(x, matrix, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows @ matrix if bias is None else torch.addmm(bias, rows, matrix)
+    return unsafe_view(y, (*x.shape[:-1], matrix.shape[1]))
 
 
 def _parameter_gradients(
@@ -722,7 +788,7 @@ def _parameter_gradients(
     if x is not None:
         inputs, transposed, dtype = x.reshape(-1, x.shape[-1]), ctx.transposed, ctx.weight_dtype
         if is_now:
-            of_weight = inputs.t() @ rows if transposed else rows.t() @ inputs
+            of_weight = torch.mm(inputs.t(), rows) if transposed else torch.mm(rows.t(), inputs)
             if of_weight.dtype is not dtype:
                 of_weight = of_weight.to(dtype)
         else:

@@ -37,6 +37,7 @@ from lightning_parallel.compat.torch import (
     current_graph_task_id,
     dispatch_modes_suspended,
     has_compiled_parts,
+    is_same_memory,
     num_dispatch_modes,
     pytree,
 )
@@ -183,12 +184,10 @@ class RandomRegion:
             return
         # Each sharded layer of a step comes here, so the usual way makes few calls.
         generator = torch.default_generator if kind == "cpu" else _default_generator(device)
-        is_left = self._is_left
-        if is_left and self._generator is generator:
-            return
-        if self._generator is not None and not is_left and self.is_open:
-            return
-        self._is_left = False
+        if self._generator is not None:
+            if self._generator is generator if self._is_left else self.is_open:
+                return
+            self._is_left = False
         before = _state(generator)
         if self._quiet >= QUIET and RandomRegion._current is None:
             self._generator, self._state_before, self._is_left = generator, before, True
@@ -545,10 +544,11 @@ def random_state(device: torch.device) -> Any:
 
 def _state(generator: torch.Generator) -> Any:
     """Return the state for `_restore`; on CUDA without waiting for the device, unlike `get_state`."""
+    # Asked for twice by each region, mostly on a CPU.
+    if generator is torch.default_generator and not num_dispatch_modes():
+        return generator.get_state()
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
-    if not num_dispatch_modes():
-        return generator.get_state()
     with dispatch_modes_suspended():  # a mode may count operations on tensors without data, but the state is real
         return generator.get_state()
 
@@ -565,10 +565,7 @@ def is_same_state(state: Any, other: Any) -> bool:
     """Return whether a generator has drawn nothing between two states."""
     if isinstance(state, tuple):
         return bool(state == other)
-    if not num_dispatch_modes():
-        return bool(state.numpy().tobytes() == other.numpy().tobytes())
-    with dispatch_modes_suspended():
-        return bool(state.numpy().tobytes() == other.numpy().tobytes())
+    return is_same_memory(state, other)
 
 
 def _draw(generator: torch.Generator) -> int:

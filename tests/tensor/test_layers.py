@@ -121,8 +121,9 @@ def pair(group):
     assert isinstance(conv[0], Conv1D)
     assert not isinstance(conv[0], nn.Linear)
     assert "ColumnLinear[Conv1D](in_features=6, out_features=9, bias=True, local_out_features=" in repr(conv)
-    inplace = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 6, bias=False)).double()
-    check(inplace, {"0": Column(), "2": Row()}, [x], group)
+    for bias in (True, False):
+        ends = (nn.Linear(6, 8, bias=bias), nn.Linear(8, 6, bias=bias))
+        check(nn.Sequential(ends[0], nn.ReLU(inplace=True), ends[1]).double(), {"0": Column(), "2": Row()}, [x], group)
     # A later step may call the second layer by hand, with all features.
     model = Gated().double()
     whole = copy.deepcopy(model)
@@ -360,6 +361,49 @@ def test_partial_and_repeated_backward_passes(group):
         total = gate + m.up(h).sum()
         (total if m is whole else reduce_from_group(total, group)).backward()
     torch.testing.assert_close(x.grad, z.grad)
+
+
+@distributed(world_size=2)
+def test_a_layer_that_reads_its_input_alone(group):
+    """After one backward pass, such a layer sums its input's gradient itself, until another layer reads that input."""
+    torch.manual_seed(0)
+    model = Gated().double()
+    whole = copy.deepcopy(model)
+    rules, _ = divide(model, MLP, group)
+    leaves = [x.requires_grad_() for x in double(1, 3, 6).expand(2, 3, 6).clone().unbind()]
+
+    def total(m, leaf, is_shared=False, has_graph=False):
+        y = m.down(F.silu(m.gate(leaf)) * (m.up(leaf) if is_shared else 1)).pow(2).sum()
+        if not has_graph:
+            return y
+        of_leaf, of_weight = torch.autograd.grad(y, [leaf, m.gate.weight], create_graph=True)
+        of_weight = of_weight.pow(2).sum()
+        return y + of_leaf.pow(2).sum() + (of_weight if m is whole else reduce_from_group(of_weight, group))
+
+    def same(*args):
+        for m, leaf in zip((model, whole), leaves):
+            m.zero_grad()
+            leaf.grad = None
+            y = total(m, leaf, *args)
+            y.backward(retain_graph=True)
+            if m is model:
+                taken.append((m.gate.reader.is_alone, counted(lambda: y.backward(retain_graph=True))))  # noqa: B023
+            else:
+                y.backward()
+        torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-10, atol=1e-10)
+        same_by_name(model, whole, rules, group, "grad")
+
+    taken = []
+    for args in ((), (), (False, True), (True,), (True,)):
+        same(*args)
+    messages = [(is_alone, len(ops)) for is_alone, ops in taken if is_alone is not None]
+    assert messages[:2] == [(True, 1), (True, 1)]
+    assert messages[3:] == [(False, 2), (False, 1)], "the first time, the second layer comes too late to share"
+    model.gate.reader.is_alone = True
+    model.gate.weight.requires_grad_(False)
+    whole.gate.weight.requires_grad_(False)
+    same()
+    assert model.gate.weight.grad is None
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
