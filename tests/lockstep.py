@@ -23,7 +23,11 @@ from torch import Tensor
 
 from lightning_parallel.comm import Group
 
-__all__ = ["Collective", "Ranks", "in_lockstep"]
+__all__ = ["Collective", "EmulatedGroup", "Finished", "Ranks", "Results", "in_lockstep", "sizes_of", "write"]
+
+Everyone = list[list[Tensor]]
+"""The tensors of a collective, by member."""
+Results = Callable[[Everyone], Callable[[int], list[Tensor]]]
 
 _REDUCE = {
     dist.ReduceOp.SUM: lambda parts: torch.stack(parts).sum(0),
@@ -143,163 +147,183 @@ class Ranks:
         self._fail(AssertionError("The ranks wait for each other:\n" + "\n".join(waiting)))
 
 
-class _Meeting:
-    """Collectives and messages of a group that are under way."""
+class EmulatedGroup(dist.ProcessGroup):
+    """A process group whose collectives are computed here from the tensors of all members; the methods are torch's.
 
-    def __init__(self, ranks: Ranks, members: tuple[int, ...]) -> None:
-        self.ranks, self.members = ranks, members
-        self.under_way: dict[int, dict[int, tuple[Any, Any]]] = defaultdict(dict)
-        self.counts = [0] * len(members)
-        self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
+    Subclasses exchange the tensors.
+    """
 
-    def join(self, place: int, what: Any, given: Any, work: Callable[[list[Any]], None]) -> _Work:
-        """Give a member's part of its next collective; the last member does the work of all."""
-        number = self.counts[place]
-        self.counts[place] += 1
-        calls = self.under_way[number]
-        calls[place] = (what, given)
-        expected = next(iter(calls.values()))[0]
-        assert what == expected, f"collective {number}: {what} on member {place}, {expected} on other members"
-        if len(calls) == len(self.members):
-            with torch.no_grad():
-                work([calls[member][1] for member in range(len(self.members))])
-            del self.under_way[number]
-        return _Work(self, place, lambda: number not in self.under_way, str(what))
+    def __init__(self, place: int, members: Sequence[int]) -> None:
+        super().__init__(place, len(members))
+        self.place, self.members = place, tuple(members)
 
+    def exchanged(self, op: str, like: Any, given: list[Tensor], into: list[Tensor], results: Results) -> dist.Work:
+        """Give this member's tensors of a collective; once all have given theirs, fill `into`.
 
-class _Work(dist._Work):
-    """Waits in the turns of the ranks; afterwards `finish` runs once."""
-
-    def __init__(self, meeting: _Meeting, place: int, is_ready: Callable[[], bool], what: str) -> None:
-        super().__init__()
-        self._rank, self._ranks, self._is_ready, self._what = meeting.members[place], meeting.ranks, is_ready, what
-        self.finish: Callable[[], None] | None = None
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._ranks.wait(self._rank, self._is_ready, self._what)
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
-        return True
-
-
-def _sizes(*tensors: Tensor) -> Any:
-    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
-
-
-def _write(into: Tensor, value: Tensor) -> None:
-    # Detached, as the backends of torch write without the knowledge of autograd.
-    into.detach().copy_(value.reshape(into.shape))
-
-
-class _Lockstep(dist.ProcessGroup):
-    """A member's end of a group. The names of the methods are torch's."""
-
-    def __init__(self, meeting: _Meeting, place: int) -> None:
-        super().__init__(place, len(meeting.members))
-        self.meeting, self.place = meeting, place
-
-    def getBackendName(self) -> str:
-        return "lockstep"
+        Args:
+            op: The operation.
+            like: Equal on all members.
+            given: This member's tensors.
+            into: The tensors that take the results for this member.
+            results: From the tensors of all members, the results by member.
+        """
+        raise NotImplementedError
 
     def size(self) -> int:
-        return len(self.meeting.members)
+        return len(self.members)
 
     def rank(self) -> int:
         return self.place
 
-    @property
-    def group_name(self) -> str:
-        return f"lockstep {self.meeting.members}"
-
-    def _join(self, op: str, sent: Sequence[Tensor], like: Any, given: Any, work: Callable[[list[Any]], None]) -> _Work:
-        elements = sum(tensor.numel() for tensor in sent)
-        begun = self.meeting.ranks.begun[self.meeting.members[self.place]]
-        begun.append(Collective(op, self.meeting.members, sent[0].dtype if sent else torch.uint8, elements))
-        return self.meeting.join(self.place, (op, like), given, work)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp.op
 
-        def work(given: list[Tensor]) -> None:
-            total = _REDUCE[op](given)
-            for one in given:
-                _write(one, total)
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            total = _REDUCE[op]([one for (one,) in everyone])
+            return lambda place: [total]
 
-        return self._join("all_reduce", tensors, [*_sizes(*tensors), op], tensors[0], work)
+        return self.exchanged("all_reduce", [*sizes_of(*tensors), op], tensors, tensors, results)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> _Work:
-        def work(given: list[Tensor]) -> None:
-            _write(given[opts.rootRank], torch.stack(given).sum(0))
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            total = torch.stack([one for (one,) in everyone]).sum(0)
+            return lambda place: [total] if place == opts.rootRank else []
 
-        return self._join("reduce", tensors, [*_sizes(*tensors), opts.rootRank], tensors[0], work)
+        return self.exchanged("reduce", [*sizes_of(*tensors), opts.rootRank], tensors, tensors, results)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
-        def work(given: list[Tensor]) -> None:
-            value = given[opts.rootRank].clone()
-            for one in given:
-                _write(one, value)
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            return lambda place: everyone[opts.rootRank]
 
-        return self._join("broadcast", tensors, [*_sizes(*tensors), opts.rootRank], tensors[0], work)
+        return self.exchanged("broadcast", [*sizes_of(*tensors), opts.rootRank], tensors, tensors, results)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Work:
-        def work(given: list[tuple[list[Tensor], Tensor]]) -> None:
-            for rows, _ in given:
-                for row, (_, part) in zip(rows, given):
-                    _write(row, part)
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            return lambda place: [part for (part,) in everyone]
 
-        return self._join("all_gather", inputs, _sizes(*inputs), (outputs[0], inputs[0]), work)
+        return self.exchanged("all_gather", sizes_of(*inputs), inputs, outputs[0], results)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> _Work:
-        def work(given: list[tuple[list[list[Tensor]], Tensor]]) -> None:
-            for row, (_, part) in zip(given[opts.rootRank][0][0], given):
-                _write(row, part)
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            return lambda place: [part for (part,) in everyone] if place == opts.rootRank else []
 
-        return self._join("gather", inputs, [*_sizes(*inputs), opts.rootRank], (outputs, inputs[0]), work)
+        into = outputs[0] if outputs else []
+        return self.exchanged("gather", [*sizes_of(*inputs), opts.rootRank], inputs, into, results)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> _Work:
-        def work(given: list[tuple[Tensor, list[Tensor]]]) -> None:
-            for place, (mine, _) in enumerate(given):
-                _write(mine, torch.stack([rows[place] for _, rows in given]).sum(0))
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            return lambda place: [torch.stack([rows[place] for rows in everyone]).sum(0)]
 
-        return self._join("reduce_scatter", inputs[0], _sizes(*inputs[0]), (outputs[0], inputs[0]), work)
+        return self.exchanged("reduce_scatter", sizes_of(*inputs[0]), inputs[0], outputs, results)
 
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, receive: list[int] | None, send: list[int] | None, opts: Any = None
-    ) -> _Work:
-        into, out = (
-            tensor.split(sizes or [len(tensor) // self.size()] * self.size())
+    ) -> dist.Work:
+        into, given = (
+            list(tensor.split(sizes or [len(tensor) // self.size()] * self.size()))
             for tensor, sizes in ((received, receive), (sent, send))
         )
 
-        def work(given: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-            for place, (rows, _) in enumerate(given):
-                for row, (_, parts) in zip(rows, given):
-                    assert row.shape == parts[place].shape, f"{row.shape} expected; got {parts[place].shape}"
-                    _write(row, parts[place])
+        def results(everyone: Everyone) -> Callable[[int], list[Tensor]]:
+            return lambda place: [parts[place] for parts in everyone]
 
-        return self._join("all_to_all", [sent], sent.dtype, (into, out), work)
+        return self.exchanged("all_to_all", sent.dtype, given, into, results)
 
     alltoall_base = all_to_all_single  # its name in older versions of torch
 
-    def barrier(self, opts: Any = None) -> _Work:
-        return self._join("barrier", [], None, None, lambda given: None)
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return self.exchanged("barrier", None, [], [], lambda everyone: lambda place: [])
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Work:
+
+def sizes_of(*tensors: Tensor) -> list[Any]:
+    return [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+
+
+def write(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write results into tensors; without the knowledge of autograd, as the backends of torch do."""
+    for tensor, value in zip(into, values):
+        assert tensor.numel() == value.numel(), f"{tuple(tensor.shape)} expected; got {tuple(value.shape)}"
+        tensor.detach().copy_(value.reshape(tensor.shape))
+
+
+class Finished(dist._Work):
+    """A call that `wait` completes."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def wait(self, timeout: Any = None) -> bool:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+        return True
+
+
+class _Meeting:
+    """Collectives and messages of a group of ranks that are under way."""
+
+    def __init__(self, ranks: Ranks, members: tuple[int, ...]) -> None:
+        self.ranks, self.members = ranks, members
+        self.under_way: dict[int, dict[int, tuple[Any, list[Tensor], list[Tensor]]]] = defaultdict(dict)
+        self.counts = [0] * len(members)
+        self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
+
+    def join(self, place: int, what: Any, given: list[Tensor], into: list[Tensor], results: Results) -> dist.Work:
+        """Give a member's part of its next collective; the last member does the work of all."""
+        number = self.counts[place]
+        self.counts[place] += 1
+        calls = self.under_way[number]
+        calls[place] = (what, given, into)
+        expected = next(iter(calls.values()))[0]
+        assert what == expected, f"collective {number}: {what} on member {place}, {expected} on other members"
+        if len(calls) == len(self.members):
+            with torch.no_grad():
+                of_place = results([calls[member][1] for member in range(len(self.members))])
+                for member, (_, _, tensors) in calls.items():
+                    write(tensors, of_place(member))
+            del self.under_way[number]
+        return Finished(self.waiting(place, lambda: number not in self.under_way, str(what)))
+
+    def waiting(self, place: int, is_ready: Callable[[], bool], what: str) -> Callable[[], None]:
+        return lambda: self.ranks.wait(self.members[place], is_ready, what)
+
+
+class _Lockstep(EmulatedGroup):
+    """A member's end of a group of ranks in lockstep."""
+
+    def __init__(self, meeting: _Meeting, place: int) -> None:
+        super().__init__(place, meeting.members)
+        self.meeting = meeting
+
+    def getBackendName(self) -> str:
+        return "lockstep"
+
+    @property
+    def group_name(self) -> str:
+        return f"lockstep {self.members}"
+
+    def exchanged(self, op: str, like: Any, given: list[Tensor], into: list[Tensor], results: Results) -> dist.Work:
+        dtype = given[0].dtype if given else torch.uint8
+        call = Collective(op, self.members, dtype, sum(tensor.numel() for tensor in given))
+        self.meeting.ranks.begun[self.members[self.place]].append(call)
+        return self.meeting.join(self.place, (op, like), given, into, results)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         self.meeting.letters[self.place, to, tag].append(tensors[0].detach().clone())
-        return _Work(self.meeting, self.place, lambda: True, "send")
+        return Finished()
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work:
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         letters = self.meeting.letters[source, self.place, tag]
-        work = _Work(self.meeting, self.place, lambda: bool(letters), f"recv from {source} with tag {tag}")
+        wait = self.meeting.waiting(self.place, lambda: bool(letters), f"recv from {source} with tag {tag}")
 
         def finish() -> None:
+            wait()
             letter = letters.pop(0)
-            assert _sizes(letter) == _sizes(*tensors), f"{_sizes(*tensors)} expected; got {_sizes(letter)}"
-            _write(tensors[0], letter)
+            assert sizes_of(letter) == sizes_of(*tensors), f"{sizes_of(*tensors)} expected; got {sizes_of(letter)}"
+            write(tensors, [letter])
 
-        work.finish = finish
-        return work
+        return Finished(finish)
 
 
 def _register(group: dist.ProcessGroup, members: tuple[int, ...], name: str) -> None:

@@ -239,7 +239,7 @@ def choose_method(shape: AttentionShape, has_mask: bool = False, flops_per_byte:
 def _open_bytes(shape: AttentionShape, flops_per_byte: float) -> float:
     """Return the bytes of a ring that no computation hides."""
     turns = shape.turns
-    scores = sum(tile.scores for tiles in turns.tiles[0] for tile in tiles)
+    scores = sum(tile.scores for owner in range(shape.ranks) for tile in turns.tiles(0, owner))
     # Two products in forward and five in backward; the last turn hides nothing.
     product = 2 * scores * prod((shape.batch, shape.heads, shape.head_size)) * (1 - 1 / shape.ranks)
     messages = attention_messages("ring", shape)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import product
 from typing import Any
@@ -64,24 +64,35 @@ _connected: WeakSet[Any] = WeakSet()
 _KEYS_TAG, _GRADIENTS_TAG = ((1 << 20) + number for number in (8, 9))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turns:
     """The tiles that each rank computes in each turn.
 
+    A rank asks for its own tiles only: there are ranks x ranks pairs of a rank and a block.
+
     Attributes:
         columns: Positions of the keys of each rank.
-        tiles: For each rank, for each owner of a block, the tiles that are not empty.
+        find: Finds the tiles of a rank in the block of an owner.
+        needs: Tells whether the rank has such tiles.
     """
 
     columns: Ranges
-    tiles: tuple[tuple[tuple[Tile, ...], ...], ...]
+    find: Callable[[int, int], tuple[Tile, ...]]
+    needs: Callable[[int, int], bool]
+    _known: dict[tuple[int, int], tuple[Tile, ...]] = field(default_factory=dict, repr=False)
+
+    def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        """Return the tiles of a rank in the block of an owner that are not empty."""
+        if (rank, owner) not in self._known:
+            self._known[rank, owner] = self.find(rank, owner)
+        return self._known[rank, owner]
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
         """Number of ranks that the block of each rank passes on its way to the last rank that needs it."""
         ranks = len(self.columns)
         return tuple(
-            max((turn for turn in range(ranks) if self.tiles[(owner + turn) % ranks][owner]), default=0)
+            next((turn for turn in range(ranks - 1, 0, -1) if self.needs((owner + turn) % ranks, owner)), 0)
             for owner in range(ranks)
         )
 
@@ -103,7 +114,14 @@ class Turns:
 def causal_turns(rows: Ranges, columns: Ranges, is_causal: bool) -> Turns:
     """Plan the turns without an explicit mask."""
     tiles_of = causal_tiles if is_causal else full_tiles
-    return Turns(columns, tuple(tuple(tuple(tiles_of(own, block)) for block in columns) for own in rows))
+    last_row = [max((stop for start, stop in own if start < stop), default=0) for own in rows]
+    first_column = [min((start for start, stop in block if start < stop), default=None) for block in columns]
+
+    def needs(rank: int, owner: int) -> bool:
+        first = first_column[owner]
+        return first is not None and last_row[rank] > (first if is_causal else 0)
+
+    return Turns(columns, lambda rank, owner: tuple(tiles_of(rows[rank], columns[owner])), needs)
 
 
 def masked_turns(rows: Ranges, columns: Ranges, mask: Tensor) -> Turns:
@@ -139,7 +157,10 @@ def _masked_turns(rows: Ranges, columns: Ranges, kinds: Mapping[tuple[Range, Ran
                 found.append(Tile(*places, kind, seen if kind == "masked" else None))
         return tuple(joined_tiles(found))
 
-    return Turns(columns, tuple(tuple(tiles(own, block) for block in columns) for own in rows))
+    turns = Turns(
+        columns, lambda rank, owner: tiles(rows[rank], columns[owner]), lambda *pair: bool(turns.tiles(*pair))
+    )
+    return turns
 
 
 def _cut(ranges: Sequence[Sequence[Range]]) -> list[Range]:
@@ -192,7 +213,7 @@ class _Ring(Function):
                 trip = _Trip(torch.cat([k, v], -1), turns, _past_gate(group))
                 for turn in range(trip.turns):
                     owner, block = trip.start(turn)  # before the computation, which hides the messages
-                    for part in _inputs_of(q, block, mask, turns.tiles[group.rank][owner]):
+                    for part in _inputs_of(q, block, mask, turns.tiles(group.rank, owner)):
                         kernel = part.q, part.k, part.v, part.tile.kind, part.mask, scale
                         result.merge_(part.rows, tile_attention(*kernel))
                     trip.wait()
@@ -244,15 +265,15 @@ def _ring_gradients(
                 seen += found.mask.sum_to_size(seen.shape)
 
     # The gradients of the own block do not travel. Half of it hides the first keys, and the rest the last gradients.
-    mine = turns.tiles[group.rank]
-    first, last = _halves(mine[group.rank]) if trip.turns > 1 else (mine[group.rank], ())
+    own_tiles = turns.tiles(group.rank, group.rank)
+    first, last = _halves(own_tiles) if trip.turns > 1 else (own_tiles, ())
     own_added = torch.zeros((*k.shape[:3], trip.width), dtype=high, device=k.device)
     with _own_precision(q):
         for turn in range(trip.turns):
             owner, block = trip.start(turn)
             shape = (*k.shape[:2], turns.lengths[owner], trip.width)
             added = own_added if turn == 0 else own_added.new_zeros(shape)
-            add(mine[owner] if turn else first, block, added)
+            add(turns.tiles(group.rank, owner) if turn else first, block, added)
             home.send(turn, owner, added)
             trip.wait()
         add(last, trip.own, own_added)

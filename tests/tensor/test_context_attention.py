@@ -1,5 +1,7 @@
 """Attention of sharded sequences against one process that holds all positions."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,12 +248,12 @@ def test_the_method_follows_the_bytes_and_the_heads():
 def test_ranks_compute_equal_causal_work_in_each_turn_and_blocks_stop_where_none_needs_them():
     ranges = balanced_rows(64, 4).ranges
     turns = causal_turns(ranges, ranges, True)
-    work = [[sum(tile.scores for tile in tiles) for tiles in blocks] for blocks in turns.tiles]
+    work = [[sum(tile.scores for tile in turns.tiles(r, owner)) for owner in range(4)] for r in range(4)]
     assert {sum(blocks) for blocks in work} == {64 * 65 / 2 / 4}
     for turn in range(1, 4):
         assert len({work[rank][(rank - turn) % 4] for rank in range(4)}) == 1
     # One call of a kernel in each turn: neighbours are joined.
-    kinds = [[tile.kind for tile in tiles] for blocks in turns.tiles for tiles in blocks]
+    kinds = [[tile.kind for tile in turns.tiles(*pair)] for pair in product(range(4), range(4))]
     assert sorted(kinds) == [["diagonal"]] * 4 + [["full"]] * 12
     ranges = consecutive(64, 4).ranges
     assert causal_turns(ranges, ranges, True).hops == (3, 2, 1, 0)
@@ -261,13 +263,21 @@ def test_ranks_compute_equal_causal_work_in_each_turn_and_blocks_stop_where_none
     turns = masked_turns(ranges, ranges, window)
     assert turns.hops == (1, 1, 1, 0)
     with patched(ring_attention, "MASK_TILE", 8):
-        tiles = masked_turns(ranges, ranges, window).tiles
+        turns = masked_turns(ranges, ranges, window)
+        tiles = [tile for pair in product(range(4), range(4)) for tile in turns.tiles(*pair)]
     # 8 tiles on the diagonal, 7 below it, and 6 of a single column
-    assert sum(len(found) for blocks in tiles for found in blocks) == 15
-    assert all(tile.kind == "masked" for blocks in tiles for found in blocks for tile in found)
-    blocks = (i // 16 == j // 16)[None, None]
-    assert [len(found) for found in masked_turns(ranges, ranges, blocks).tiles[2]] == [0, 0, 1, 0]
-    assert masked_turns(ranges, ranges, blocks).tiles[2][2][0].kind == "full"
+    assert len(tiles) == 15
+    assert all(tile.kind == "masked" for tile in tiles)
+    turns = masked_turns(ranges, ranges, (i // 16 == j // 16)[None, None])
+    assert [len(turns.tiles(2, owner)) for owner in range(4)] == [0, 0, 1, 0]
+    assert turns.tiles(2, 2)[0].kind == "full"
+    # A rank plans its own tiles, also of 1,024 ranks.
+    rule = balanced_rows(2048, 1024)
+    turns = causal_turns(rule.ranges, rule.ranges, True)
+    assert turns.sent(1000)[0] == [2] * 1023 + [0]
+    assert len(turns._known) == 0
+    for pair in product(range(0, 1024, 93), range(0, 1024, 93)):
+        assert bool(turns.tiles(*pair)) == turns.needs(*pair)
 
 
 @distributed(world_size=2)
