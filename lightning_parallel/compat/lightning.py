@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from types import FrameType
 from typing import Any, Optional, Union
 
 import torch
+from lightning.fabric.connector import _Connector
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
     _destroy_dist_connection,
@@ -49,6 +53,7 @@ from lightning_parallel.compat.torch import compiled_call_of
 from lightning_parallel.tracing.spans import is_verbose
 
 __all__ = [
+    "BackwardSyncControl",
     "FunctionLauncher",
     "PathLike",
     "ScriptLauncher",
@@ -76,6 +81,7 @@ __all__ = [
     "metric_state_of",
     "own_numbers_of",
     "move_optimizers",
+    "open_fabric",
     "prepared_batch",
     "process_group_backend_of",
     "reset_optimizers",
@@ -445,6 +451,30 @@ def init_deepspeed_distributed(strategy: DeepSpeedStrategy) -> None:
     strategy._init_deepspeed_distributed()
 
 
+def open_fabric(names: Mapping[str, Callable[[], Any]], enter: Callable[[Any], Any]) -> None:
+    """Let Fabric turn strategies of this library, or their names, into its own by `enter`; in this process, forever.
+
+    Args:
+        names: Makes a strategy for each name.
+        enter: Returns a strategy of Fabric for a strategy of the Trainer; it returns other objects unchanged.
+    """
+    init = _Connector.__init__
+
+    # The constructor refuses strategies of the Trainer, and no registry holds objects.
+    @wraps(init)
+    def init_with_mesh(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature(init).bind(self, *args, **kwargs)
+        given = bound.arguments.get("strategy")
+        if isinstance(given, str) and given in names and given not in STRATEGY_REGISTRY:
+            given = names[given]()
+        if isinstance(given, Strategy):
+            bound.arguments["strategy"] = enter(given)
+        init(*bound.args, **bound.kwargs)
+
+    # Not one of `Patches`: the constructor stays replaced for the process.
+    _Connector.__init__ = init_with_mesh  # type: ignore[method-assign]
+
+
 # -- loops and connectors ----------------------------------------------------------------------------------------------
 
 
@@ -469,6 +499,8 @@ def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
         The entry; None if there is none, or if the data can be read only once.
     """
     source = loop._data_source
+    if source.instance is None:
+        return None  # under Fabric, the user's own loop reads the data
     given = source.dataloader
 
     def dataloader() -> Any:

@@ -4,9 +4,11 @@ The import of this package registers their names.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_parallel.compat.lightning import open_fabric
 from lightning_parallel.compat.twins import share_strategies
 from lightning_parallel.compression import PowerSGD, Quantize
 from lightning_parallel.strategies.auto_parallel import AutoParallelStrategy
@@ -63,3 +65,13 @@ for _name, (_make, _description) in _NAMES.items():
         StrategyRegistry.register(_name, _make, description=_description)
 
 share_strategies([globals()[_name] for _name in __all__], {_name: _make for _name, (_make, _) in _NAMES.items()})
+
+
+def _for_fabric(strategy: Strategy) -> Any:
+    # Imported only now: most programs have no Fabric.
+    from lightning_parallel.strategies.fabric import fabric_strategy
+
+    return fabric_strategy(strategy) if isinstance(strategy, tuple(globals()[name] for name in __all__)) else strategy
+
+
+open_fabric({_name: _make for _name, (_make, _) in _NAMES.items()}, _for_fabric)

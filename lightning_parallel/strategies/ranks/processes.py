@@ -409,6 +409,10 @@ class MeshProcesses(SavesFiles):
         self.set_world_ranks()
         connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
 
+    def has_axis(self, axis: Axis) -> bool:
+        """Tell whether the user has asked for more than one rank along an axis, or for `"auto"`."""
+        return self._sizes.get(axis, 1) != 1
+
     def choose_mesh(self, sizes: Mapping[Axis, Size]) -> None:
         """Set the sizes of the axes, equal on all ranks, before the groups of the mesh exist."""
         self._sizes = dict(sizes)
