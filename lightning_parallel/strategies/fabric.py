@@ -34,7 +34,6 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import stop_heartbeat
-from lightning_parallel.compat import patched
 from lightning_parallel.compat.default_group import default_group_kept
 from lightning_parallel.compat.lightning import BackwardSyncControl, PathLike
 from lightning_parallel.mesh import CONTEXT, PIPELINE
@@ -96,14 +95,7 @@ class FabricMesh(DDPStrategy):
 
     def __init__(self, strategy: MeshStrategy) -> None:
         self.mesh_strategy = strategy
-        super().__init__(
-            accelerator=strategy._accelerator,
-            parallel_devices=strategy.parallel_devices,
-            cluster_environment=strategy.cluster_environment,
-            checkpoint_io=strategy._checkpoint_io,
-            timeout=strategy._timeout,
-            start_method=strategy._start_method,
-        )
+        super().__init__(**strategy.arguments_of_processes())
         self._backward_sync_control = _Synchronization(strategy)
         self._loop = _Loop()
         self._shown = ExitStack()
@@ -272,8 +264,12 @@ class FabricMesh(DDPStrategy):
         return rest
 
     def _load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        with patched(self.mesh_strategy, "_optimizers", [optimizer]):
-            self.mesh_strategy.load_optimizer_state_dict({"optimizer_states": [state]})
+        strategy = self.mesh_strategy
+        before, strategy.optimizers = strategy.optimizers, [optimizer]
+        try:
+            strategy.load_optimizer_state_dict({"optimizer_states": [state]})
+        finally:
+            strategy.optimizers = before
 
 
 def _if_given(weights_only: bool | None) -> dict[str, Any]:

@@ -275,6 +275,7 @@ class MeshProcesses(SavesFiles):
         Mesh(**{axis: size for axis, size in sizes.items() if size != "auto"})  # checks each size
         check_launch(process_group_backend, timeout, start_method, StartMethod)
         super().__init__(**kwargs)
+        self._plugins = {name: value for name, value in kwargs.items() if name != "precision_plugin"}
         self.num_nodes = 1
         # Keep the user's `auto`: the next Trainer may have another number of processes.
         self._sizes = dict(sizes)
@@ -412,6 +413,15 @@ class MeshProcesses(SavesFiles):
     def has_axis(self, axis: Axis) -> bool:
         """Tell whether the user has asked for more than one rank along an axis, or for `"auto"`."""
         return self._sizes.get(axis, 1) != 1
+
+    def arguments_of_processes(self) -> dict[str, Any]:
+        """Return the arguments that a strategy of Fabric takes as well."""
+        return {
+            **self._plugins,
+            "process_group_backend": self._process_group_backend,
+            "timeout": self._timeout,
+            "start_method": self._start_method,
+        }
 
     def choose_mesh(self, sizes: Mapping[Axis, Size]) -> None:
         """Set the sizes of the axes, equal on all ranks, before the groups of the mesh exist."""
