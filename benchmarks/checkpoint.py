@@ -10,8 +10,8 @@ file is in the system's cache, as that of a run that restarts.
     reshard        bytes that a rank reads, for each byte that it needs: a rank reads whole blocks of 1 MiB, so that it
                    can check each block alone
     stall          seconds that training waits in a save, the longest of all ranks; its ratio to our synchronous save,
-                   that of the training thread's processor time (`busy`), and that of the first save, which in the
-                   background also makes the memory of its copies; what the steps beside a save take longer in sum.
+                   that of the training thread's processor time (`busy`), and that of the first save; what the steps
+                   beside a save take longer in sum. The memory for the first save is made in the background before.
                    Steps that sleep stand in for a device. `torch.distributed.checkpoint.async_save` writes in a
                    thread, and in a process with a stager that shares and keeps its memory
 """
@@ -266,6 +266,8 @@ def stall_table(sides: list, local: dict[str, Tensor], rule: Shard, group: Group
     """Stalls of a synchronous save and of saves in the background."""
     own = Group("checkpoint", group.ranks, group.rank, dist.new_group(list(group.ranks)))
     behind = ShardedWriter(own, {}, in_background=True)
+    # As a strategy does after the first step of a run.
+    behind.prepare(as_checkpoint(local, rule, group.rank))
 
     def in_background(path: str) -> Callable[[], object]:
         behind.save(as_checkpoint(local, rule, group.rank), path)

@@ -3,8 +3,9 @@
     step      copy tensors to free memory                    step              step
     process                               checksums, write, sync               ...
 
-The memory is shared with the process, and used again by later saves. Training waits only for the copy. Checksums and
-writes do not hold the interpreter of the training process, see `block_writer`.
+The memory is shared with the process, and used again by later saves. `Staging.prepare` makes it before the first save,
+which would otherwise take as long as a save without a copy. Training waits only for the copy. Checksums and writes do
+not hold the interpreter of the training process, see `block_writer`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import block_writer
+from lightning_parallel.compat.torch import copy_all_
 
 __all__ = ["SILENCE_S", "StagedCopy", "Staging", "bytes_in"]
 
@@ -33,6 +35,8 @@ SILENCE_S = 600.0
 """Seconds without news of a file after which its storage counts as gone."""
 _PATIENCE_S = 5.0
 """Seconds for the end of the process after its kill."""
+_TOUCHED = 1 << 26
+"""Bytes of memory to touch at once."""
 _PORTABLE = 1
 """Flag of `cudaHostRegister`: the memory is pinned for all devices of the process."""
 
@@ -55,11 +59,30 @@ class Staging:
         if self._process is None or not self._process.is_usable:
             self._process = _WriterProcess([memory.descriptor for memory in self._memories])
 
+    def prepare(self, size: int, on_device: bool) -> None:
+        """Make memory of `size` bytes for the first copy, and start the process; any thread may call it.
+
+        A failure is left to `copy`: the memory may be there by then.
+
+        Args:
+            size: Bytes.
+            on_device: Whether the tensors are on a GPU, to which the memory is then pinned.
+        """
+        with self._lock:
+            memory = self._memories[self._free[0]] if self._free else None
+        if memory is not None:
+            with suppress(OSError, RuntimeError):
+                memory.prepare(size, on_device)
+        self.start()
+
     def copy(self, tensors: Sequence[Tensor]) -> StagedCopy:
         """Copy tensors one behind the other; call it at most `count` times without `StagedCopy.release`.
 
         Args:
             tensors: On any device. Their element sizes do not grow, so that each is aligned.
+
+        Raises:
+            OSError: If there is no memory for the copies.
         """
         size = sum(map(bytes_in, tensors))
         with self._lock:
@@ -141,26 +164,42 @@ class _Memory:
         self.descriptor = _nameless_file()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._is_pinned = False
+        self._lock = threading.Lock()
         self._views: list[Tensor] = []
         self._form: list[tuple[torch.dtype, torch.Size]] = []
 
     def filled(self, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
         """Return copies of tensors, which have `size` bytes together."""
         on_device = torch.cuda.is_initialized() and any(tensor.is_cuda for tensor in tensors)
-        if size > self.size:
-            self._grow(size)
-        if on_device and not self._is_pinned:
-            self._pin()
+        with self._lock:
+            self._fit(size, on_device)
         form = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if form != self._form:
             # Of many small tensors, views take longer than copies. A later save has tensors of the same form.
             self._views, self._form = self._views_of(form), form
-        for copy, tensor in zip(self._views, tensors):
-            copy.copy_(tensor.detach(), non_blocking=on_device)
+        # In one call: of many small tensors, a call for each would take longer than the copies.
+        if tensors:
+            with torch.no_grad():
+                copy_all_(self._views, tensors, non_blocking=on_device)
         # One wait for all copies: they are asynchronous, and the next step would overwrite their sources.
         if on_device:
             torch.cuda.current_stream().synchronize()
         return self._views
+
+    def prepare(self, size: int, on_device: bool) -> None:
+        """Make and touch `size` bytes, as a first copy would; meanwhile other threads run."""
+        with self._lock:
+            self._fit(size, on_device)
+            # One byte of each page: the system maps a page when it is first read. In parts, for which torch takes no
+            # further threads.
+            for part in self._bytes.split(_TOUCHED):
+                part[:: mmap.PAGESIZE].sum()
+
+    def _fit(self, size: int, on_device: bool) -> None:
+        if size > self.size:
+            self._grow(size)
+        if on_device and not self._is_pinned:
+            self._pin()
 
     def _views_of(self, form: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
         views, at = [], 0
@@ -171,10 +210,18 @@ class _Memory:
         return views
 
     def _grow(self, size: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            # Raises if there is no space. Without it, the first write to a missing page would kill the process.
+            try:
+                os.posix_fallocate(self.descriptor, self.size, size - self.size)
+            except OSError:
+                os.ftruncate(self.descriptor, self.size)
+                raise
+        else:
+            os.ftruncate(self.descriptor, size)
         self._unpin()
         # They keep the map of the smaller memory alive.
         self._views, self._form = [], []
-        os.ftruncate(self.descriptor, size)
         # The tensor keeps the map alive.
         self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         self.size = size

@@ -50,6 +50,7 @@ __all__ = [
 
 REPORT_EVERY_S = 10.0
 _MOST_PENDING = 1
+_MORE_BYTES = 1 << 16
 SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -192,7 +193,24 @@ class ShardedWriter:
             self._write(snapshot)
         else:
             self._pending.append(self._thread.submit(self._write_later, snapshot, failure))
+            if snapshot is not None and snapshot.copy is None:
+                self._pending[-1].result()  # before a step changes the tensors
         return left_out
+
+    def prepare(self, checkpoint: Mapping[str, Any]) -> None:
+        """Make the memory of the copies in the background, before the first save; without `in_background` do nothing.
+
+        Args:
+            checkpoint: A dict with parts as large as those of the first save, see `save`.
+        """
+        if self._thread is None or self._staging is None:
+            return
+        _, tensors, _ = encode(checkpoint)
+        parts = [tensor.part.local for tensor in tensors.values() if isinstance(tensor, PartialTensor)]
+        mine = [local for local in parts if local is not None]
+        # A little more, for tensors of callbacks.
+        size = sum(map(bytes_in, mine)) + _MORE_BYTES
+        self._thread.submit(self._staging.prepare, size, any(local.is_cuda for local in mine))
 
     def remove(self, path: str) -> None:
         """Remove the checkpoint at `path`, after the pending saves; on the first rank only.
@@ -259,9 +277,17 @@ class ShardedWriter:
         copy = None
         if self._staging is not None:
             names = _in_file_order(parts)
-            copy = self._staging.copy([_local(parts[name]) for name in names])
-            copied = zip(names, copy.tensors)
-            parts = {name: TensorPart(local, parts[name].dim, parts[name].ranges) for name, local in copied}
+            try:
+                copy = self._staging.copy([_local(parts[name]) for name in names])
+            except OSError as error:
+                warnings.warn(
+                    f"There is no memory for copies of the tensors ({error}), so this checkpoint is written from the"
+                    f" tensors, and the step of rank {self._group.rank} waits. Free memory, or set `async_save=False`",
+                    stacklevel=2,
+                )
+            else:
+                copied = zip(names, copy.tensors)
+                parts = {name: TensorPart(local, parts[name].dim, parts[name].ranges) for name, local in copied}
         return _Snapshot(target, document, described, parts, step, is_apart, copy), left_out
 
     # --------------------------------------------------------------------------------------------------------- commit

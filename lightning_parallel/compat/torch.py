@@ -919,9 +919,9 @@ def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float
     torch._foreach_add_(list(targets), list(sources), alpha=factor)
 
 
-def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
     """Copy each source to its target."""
-    torch._foreach_copy_(list(targets), list(sources))
+    torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 # -- used by optim -----

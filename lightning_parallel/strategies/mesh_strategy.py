@@ -887,6 +887,8 @@ class MeshStrategy(MeshProcesses):
             # Check after the first step, when the state exists, not after hours at the first save.
             run.checked_optimizers.append(optimizer)
             run.checkpoints.check_keys(optimizer)
+            if self.async_saves and len(run.checked_optimizers) == len(self.optimizers):
+                self._prepare_saves()
         return output
 
     def end_step(self, optimizer: Optimizer) -> None:
@@ -1116,6 +1118,13 @@ class MeshStrategy(MeshProcesses):
             # After a run no later hook waits for the writer.
             self.end_saves()
         self.together(lambda: self.save_beside(filepath))
+
+    def _prepare_saves(self) -> None:
+        """Make the memory for the copies of the first save while training goes on; the same call on all ranks."""
+        callbacks = self.module.trainer.checkpoint_callbacks
+        only_weights = all(getattr(one, "save_weights_only", False) for one in callbacks)
+        moments = [] if only_weights else [self.optimizer_state(one) for one in self.optimizers]
+        self._sharded_writer().prepare({"state_dict": self.lightning_module_state_dict(), "optimizer_states": moments})
 
     def _sharded_writer(self) -> ShardedWriter:
         if self._writer is None:

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -76,6 +77,40 @@ def test_a_copy_holds_its_values_and_its_memory_is_used_again(copies):
         assert again.tensors[0].data_ptr() in used
         assert torch.equal(again.tensors[1], source[:3])
         again.release()
+
+
+def test_a_prepared_memory_holds_the_first_copy(copies):
+    """Also a copy that comes while the memory is being made: it waits for that memory, and makes no other."""
+    source = torch.arange(1 << 20, dtype=torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(copies.prepare, source.nbytes + 100, False)
+        while copies._memories[0].size == 0 and not copies._memories[0]._lock.locked():
+            time.sleep(0)
+        first = copies.copy([source])
+        making.result()
+    assert copies._process.is_usable
+    assert [memory.size for memory in copies._memories] == [source.nbytes + 100, 0]
+    assert torch.equal(first.tensors[0], source)
+    assert os.fstat(copies._memories[0].descriptor).st_blocks * 512 >= source.nbytes
+
+
+def test_a_save_without_memory_for_copies_waits_until_it_is_written(tmp_path, saving, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    real, tensor = staging.os.posix_fallocate, torch.full((1000,), 1.0)
+    monkeypatch.setattr(staging.os, "posix_fallocate", full)
+    saving.prepare(as_parts({"weight": tensor}, is_mine=True))
+    with pytest.warns(
+        UserWarning, match="no memory for copies of the tensors.*No space left.*written from the tensors"
+    ):
+        saving.save({"state_dict": as_parts({"weight": tensor}, is_mine=True)}, str(tmp_path / "a.ckpt"))
+    tensor.fill_(2.0)  # the next step
+    assert value_at(tmp_path / "a.ckpt") == 1.0
+    monkeypatch.setattr(staging.os, "posix_fallocate", real)
+    save(saving, tmp_path / "a.ckpt", 3.0)
+    saving.wait()
+    assert value_at(tmp_path / "a.ckpt") == 3.0
 
 
 def test_a_second_close_closes_no_file_of_the_run(tmp_path):

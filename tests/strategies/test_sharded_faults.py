@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel.checkpoint import SavedCheckpoint, reader, writer
+from lightning_parallel.checkpoint import SavedCheckpoint, reader, staging, writer
 from lightning_parallel.compat import patched
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from tests.harness import distributed
@@ -146,22 +146,28 @@ def test_an_error_of_one_rank_in_the_background_ends_the_run_at_one_step(group, 
 @distributed(world_size=2)
 def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group):
     folder = shared_folder(group)
-    go_on = threading.Event()
-    real = writer.write_file
+    go_on, prepared = threading.Event(), []
+    real, prepare = writer.write_file, staging.Staging.prepare
 
     def slow(*args, **kwargs):
         go_on.wait(30)
         return real(*args, **kwargs)
 
+    def noted(self, size, on_device):
+        prepared.append(size)
+        prepare(self, size, on_device)
+
     class Release(Callback):
-        def on_train_end(self, *_):
+        def on_train_end(self, trainer, *_):
+            # The memory was made once, after the first step, and was large enough for the copy.
+            assert [memory.size for memory in trainer.strategy._writer._staging._memories] == [*prepared, 0]
             assert not (folder / "a.ckpt").exists()
             go_on.set()
 
-    with patched(writer, "write_file", slow):
-        plugins = [AsyncCheckpointIO()]
-        options = {"callbacks": [SaveAt(folder / "a.ckpt"), Release()], "max_epochs": 1, "plugins": plugins, **QUICK}
-        trainer = fit(Deep(), strategy("tensor"), 2, **options)
+    with patched(writer, "write_file", slow), patched(staging.Staging, "prepare", noted):
+        callbacks = [SaveAt(folder / "a.ckpt"), Release(), ModelCheckpoint(save_top_k=0)]
+        options = {"plugins": [AsyncCheckpointIO()], "enable_checkpointing": True, "max_epochs": 1, **QUICK}
+        trainer = fit(Deep(), strategy("tensor"), 2, callbacks=callbacks, **options)
     found = SavedCheckpoint.open(str(folder / "a.ckpt"))
     assert found.manifest.step == 1
     assert trainer.global_step == 2
