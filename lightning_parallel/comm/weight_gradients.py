@@ -4,6 +4,8 @@ The pipeline opens the queue. Layers of any package defer weight gradients, beca
 layer takes part by a call in its backward, with the parameter that it kept from its forward:
 
     return input_gradient, put_off(ctx.weight, lambda: gradient.t() @ x, gradient, x)
+
+A saved tensor does not tell which parameter it is, because hooks of autograd may unpack another object.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,6 @@ from lightning_parallel.compat.torch import parameters_of, storage_address, vers
 __all__ = [
     "WeightGradients",
     "deferring",
-    "parameters_among",
     "put_off",
     "shared_parameters",
     "weight_gradient_queue",
@@ -99,39 +101,32 @@ class WeightGradients:
             torch.autograd.backward(parameters, gradients)
 
 
-# Global instead of thread-local: autograd runs backward functions of CUDA tensors on its own threads.
-_queue: WeightGradients | None = None
+# One for all threads: autograd runs backward functions of CUDA tensors on its own threads.
+class _OpenQueue:
+    queue: WeightGradients | None = None
 
 
-def weight_gradient_queue() -> WeightGradients | None:
-    """Return the queue for weight gradients; None if layers must compute them now."""
-    return _queue
+_open = _OpenQueue()
+
+# Not a function of Python: each layer asks in each backward.
+weight_gradient_queue: Callable[[], WeightGradients | None] = partial(getattr, _open, "queue")
+"""Returns the queue for weight gradients; None if layers must compute them now."""
 
 
 @contextmanager
 def deferring(gradients: WeightGradients) -> Iterator[None]:
     """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
-    global _queue
-    before, _queue = _queue, gradients
+    before, _open.queue = _open.queue, gradients
     try:
         yield
     finally:
-        _queue = before
+        _open.queue = before
 
 
 def put_off(parameter: Tensor | None, compute: Callable[[], Tensor], *reads: Tensor) -> Tensor | None:
     """Return the gradient of `parameter` for the caller's backward; None if it is deferred, see `defer`."""
-    return None if _queue is not None and _queue.defer(parameter, compute, *reads) else compute()
-
-
-def parameters_among(*tensors: Tensor | None) -> tuple[nn.Parameter | None, ...]:
-    """Return the parameters among `tensors`, which a forward keeps for `put_off`; None for any other tensor."""
-    # Unpacking hooks return saved tensors as other objects, so only forward can tell which tensors are parameters.
-    for tensor in tensors:
-        # By the class: `isinstance` asks a method of the class for any other.
-        if type(tensor) is not nn.Parameter:
-            return tuple(tensor if isinstance(tensor, nn.Parameter) else None for tensor in tensors)
-    return tensors  # type: ignore[return-value]
+    queue = _open.queue
+    return None if queue is not None and queue.defer(parameter, compute, *reads) else compute()
 
 
 def shared_parameters(module: nn.Module) -> frozenset[int]:

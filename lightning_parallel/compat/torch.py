@@ -599,7 +599,8 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two contiguous tensors on the CPU have the same bytes; `torch.equal` takes twice as long."""
-    return one.nbytes == other.nbytes and not _compare(one.data_ptr(), other.data_ptr(), one.nbytes)
+    size = one.nbytes
+    return size == other.nbytes and not _compare(one.data_ptr(), other.data_ptr(), size)
 
 
 def is_traced_now() -> bool:

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from lightning_parallel.comm.weight_gradients import (
     WeightGradients,
     deferring,
-    parameters_among,
     put_off,
     shared_parameters,
     weight_gradient_queue,
@@ -54,7 +53,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
-        ctx.parameters = parameters_among(weight, bias)
+        ctx.parameters = weight, bias
         # Output that is not 2-D is a view, and autograd forbids in-place changes of a view from a custom function.
         return nn.functional.linear(x, weight, bias).detach()
 

@@ -7,7 +7,8 @@ Backward of column-parallel layers that share one input x (..., in), such as que
     g_v -> dx += g_v W_v ---> all-reduce(dx) in flight, then dW_v
                               wait
 
-There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs. Pipeline
+There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs. A layer
+that has been the only reader of x in a backward pass takes no part in this: it sums dx over the ranks itself. Pipeline
 schedules that split the backward put dW off (`comm.weight_gradients`). Until then x and g are kept, with sequence
 parallelism the gathered ones.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +33,7 @@ from torch.autograd import Function
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, group_labelled
 from lightning_parallel.comm.kept import kept, running_results
-from lightning_parallel.comm.weight_gradients import parameters_among, put_off, weight_gradient_queue
+from lightning_parallel.comm.weight_gradients import put_off, weight_gradient_queue
 from lightning_parallel.compat.torch import (
     apply_of,
     current_graph_task_id,
@@ -67,8 +68,6 @@ __all__ = [
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes on `x`: autocast's dtype where autocast applies."""
-    if not is_any_autocast_enabled():  # asked in each layer, where no device need be looked up
-        return x.dtype
     # Autocast never casts double precision.
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
@@ -122,7 +121,7 @@ def row_linear(
     """
     # Cast here: gradients of gradients need the graph of the input that the function keeps.
     apply = _RowLinearFunction.apply if transforms_active() else _apply_row
-    dtype = compute_dtype(x)
+    dtype = compute_dtype(x) if is_any_autocast_enabled() else x.dtype
     return apply(x if x.dtype is dtype else x.to(dtype), weight, bias, group, lengths, transposed)
 
 
@@ -271,7 +270,7 @@ class SharedInputs:
             x: The input.
             reader: The layer that reads it; None if it is unknown.
         """
-        dtype = compute_dtype(x)
+        dtype = compute_dtype(x) if is_any_autocast_enabled() else x.dtype
         layout = None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             own = x.to(dtype)
@@ -301,7 +300,7 @@ class SharedInputs:
         self._source, self._key = weakref.ref(x, self._forget), key
         if first is None and reader is not None and reader.is_alone and layout is None and x.dtype is dtype:
             gradient.is_alone = True
-            self._entry = _NOTHING, None, gradient, None
+            self._entry = _NOTHING, None, gradient, None  # without `x`, as the cache must not keep it alive
             return x, None, gradient, None
         apply = _ColumnInputFunction.apply if transforms_active() else _apply_input
         self._entry = *apply(x, dtype, gradient), gradient, part
@@ -531,7 +530,7 @@ class _ColumnLinearFunction(Function):
         ctx.shape = x.shape
         ctx.gradient = gradient
         ctx.transposed = transposed
-        ctx.parameters = parameters_among(weight, bias)
+        ctx.parameters = weight, bias
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         results = running_results()
@@ -601,23 +600,14 @@ class _RowLinearFunction(Function):
         ctx.group = group
         ctx.lengths = lengths
         ctx.transposed = transposed
-        ctx.parameters = parameters_among(weight, bias)
+        ctx.parameters = weight, bias
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
 
-        def compute() -> tuple[Tensor, Any]:
-            layout = None
-            if lengths is None:
-                y = comm.all_reduce_(_linear(x, matrix, None, transposed), group)
-            else:
-                layout = lengths.of_whole(x)
-                y = no_view(_reduce_scattered_product(x, matrix, transposed, group, layout))
-            # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
-            if bias is None:
-                return y, layout
-            return y.add_(bias if bias.dtype is y.dtype else bias.to(y.dtype)), layout
-
-        y, ctx.layout = compute() if running_results() is None else kept(compute)
+        if running_results() is None:
+            y, ctx.layout = _row_product(x, matrix, bias, group, lengths, transposed)
+        else:
+            y, ctx.layout = kept(partial(_row_product, x, matrix, bias, group, lengths, transposed))
         return y
 
     @staticmethod
@@ -685,6 +675,27 @@ def _spans(x: Tensor, shape: Sequence[int], layout: tuple[int, list[int]], group
         of_ranks.append(list(zip([start, *ends], ends)))
         start += size
     return comm.Spans(dim, of_ranks)
+
+
+def _row_product(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    lengths: SequenceLengths | None,
+    transposed: bool,
+) -> tuple[Tensor, tuple[int, list[int]] | None]:
+    """Return the output of a row-parallel layer, and how it is sharded along the sequence."""
+    layout = None
+    if lengths is None:
+        y = comm.all_reduce_(_linear(x, matrix, None, transposed), group)
+    else:
+        layout = lengths.of_whole(x)
+        y = no_view(_reduce_scattered_product(x, matrix, transposed, group, layout))
+    # After the sum: each rank holds the full bias, and an earlier addition would count it once per rank.
+    if bias is not None:
+        y.add_(bias if bias.dtype is y.dtype else bias.to(y.dtype))
+    return y, layout
 
 
 def _reduce_scattered_product(
