@@ -1124,7 +1124,9 @@ class MeshStrategy(MeshProcesses):
         callbacks = self.module.trainer.checkpoint_callbacks
         only_weights = all(getattr(one, "save_weights_only", False) for one in callbacks)
         moments = [] if only_weights else [self.optimizer_state(one) for one in self.optimizers]
-        self._sharded_writer().prepare({"state_dict": self.lightning_module_state_dict(), "optimizer_states": moments})
+        # Only the parts count. `lightning_module_state_dict` of local steps would exchange the drifts out of turn.
+        self._settle()
+        self._sharded_writer().prepare({"state_dict": self._saved.gather_state(), "optimizer_states": moments})
 
     def _sharded_writer(self) -> ShardedWriter:
         if self._writer is None:

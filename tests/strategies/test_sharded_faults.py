@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel import HybridParallelStrategy, LocalSGDStrategy, comm
 from lightning_parallel.checkpoint import SavedCheckpoint, reader, staging, writer
 from lightning_parallel.compat import patched
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
@@ -174,6 +174,18 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group
     expected = fit(Deep(), "auto", 1, max_epochs=1, limit_train_batches=1, **QUICK).lightning_module.state_dict()
     for name, tensor in found.checkpoint()["state_dict"].items():
         torch.testing.assert_close(tensor * 1, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_memory_made_after_the_first_step_changes_no_local_step(group):
+    """Replicas exchange drifts in their turn, and not for the size of a checkpoint."""
+    states = []
+    for is_async in (False, True):
+        local = LocalSGDStrategy(3, average_first=0, checkpoint_format="sharded", async_save=is_async)
+        options = {"callbacks": [ModelCheckpoint(save_top_k=0)], "enable_checkpointing": True, "max_epochs": 2}
+        states.append(fit(Deep(), local, 2, **options, **QUICK).lightning_module.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=0)
 
 
 @distributed(world_size=2)
