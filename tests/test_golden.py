@@ -51,7 +51,7 @@ class Block(nn.Module):
             self.mlp = Experts(experts)
 
     def forward(self, x):
-        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x + self.mlp(self.again(x))
 
@@ -69,11 +69,11 @@ class Experts(nn.Module):
 
 
 class Model(LightningModule):
-    def __init__(self, experts=0):
+    def __init__(self, experts=0, layers=2):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.ModuleList(Block(experts) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(experts) for _ in range(layers))
         self.head = nn.Linear(WIDTH, CLASSES)
         self.double()
 

@@ -1,18 +1,28 @@
 """Layouts of more ranks than there are cores: 8, 16 and 64 ranks, and one rank of 64 or 1,024."""
 
 import copy
+import math
+import os
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_parallel import comm
-from lightning_parallel.comm import Group, host, presence
+from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.checkpoint import PartialTensor, SavedCheckpoint, ShardedWriter, as_parts
+from lightning_parallel.checkpoint.writer import TensorPart
+from lightning_parallel.comm import Group, MeshGroups, host, presence
 from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat.default_group import default_group_kept
 from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.parameter_shards import ParameterShards
-from lightning_parallel.mesh import TENSOR
+from lightning_parallel.mesh import AXES, DATA, PIPELINE, TENSOR, Coordinate, Mesh
+from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.planner import Cluster, device_named
+from lightning_parallel.planner.rehearsal import Rehearsal
 from lightning_parallel.tensor.attention import Attention
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.context import PositionSplit
@@ -25,7 +35,10 @@ from lightning_parallel.tensor.sequence_plan import sequence_parallel_styles
 from lightning_parallel.tensor.sequence_regions import divide_sequence
 from lightning_parallel.tensor.sharding import Shard, ShardPart, reduce_partial_
 from tests.compression.test_conformance import COMPRESSORS, LINEAR, SHAPES, gradients
+from tests.harness import run
 from tests.lockstep import Ranks, in_lockstep
+from tests.pretended import pretended_world
+from tests.strategies.models import trainer_for
 from tests.tensor import test_loss, test_sequence
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name, same_gradients
 from tests.tensor.test_attention import Call
@@ -33,14 +46,17 @@ from tests.tensor.test_context import FUNCTIONS
 from tests.tensor.test_context_attention import equals
 from tests.tensor.test_experts import Dense, Language, Loop
 from tests.tensor.test_layers import MLP, Gated, Grouped, Tied
+from tests.test_golden import STEP, TOKENS, Model, Witnesses
 
-MANY = pytest.mark.parametrize("ranks", [8, 16, 64])
+# The cases of few ranks are left to `make test-more`.
+SWEEP, MANY = pytest.mark.sweep(kept=2), pytest.mark.parametrize("ranks", [8, 16, 64])
 
 
 def double(*shape):
     return torch.randn(*shape, dtype=torch.double)
 
 
+@SWEEP
 @MANY
 def test_layers(ranks):
     in_lockstep(layers, ranks)
@@ -71,6 +87,7 @@ def layers(group):
         Column(unit=2).apply(nn.Linear(4, 2 * (n - 1)), group)
 
 
+@SWEEP
 @MANY
 def test_vocabularies_and_losses(ranks):
     in_lockstep(vocabularies, ranks)
@@ -88,6 +105,7 @@ def vocabularies(group):
         test_loss.compare(group, logits, target, classes, weight=weight, label_smoothing=0.1, reduction=reduction)
 
 
+@SWEEP
 @MANY
 def test_sequence_regions(ranks):
     in_lockstep(sequences, ranks)
@@ -116,6 +134,7 @@ def sequences(group):
         same_by_name(model, whole, rules, group, "grad")
 
 
+@SWEEP
 @MANY
 def test_context_attention(ranks):
     in_lockstep(context_attention, ranks)
@@ -135,6 +154,7 @@ def context_attention(group):
 CONTEXT = ("causal attention", "mean", "shift left", "cumulative sum", "shifted cross entropy", "convolution")
 
 
+@SWEEP
 @MANY
 def test_context_regions(ranks):
     length = ranks + ranks // 2 + 1
@@ -162,6 +182,7 @@ def test_context_regions(ranks):
     in_lockstep(function, ranks)
 
 
+@SWEEP
 @MANY
 def test_experts(ranks):
     hidden = ranks + 3
@@ -349,3 +370,149 @@ def test_a_rank_looks_for_failures_of_1024_ranks_with_a_few_requests():
             assert heart.num_over(others) == 8
     assert first <= 10
     assert counting.requests - first <= 10 * (1 + 8)  # those that have ended on this machine
+
+
+def test_64_ranks_write_a_checkpoint(tmp_path):
+    """Each part is in one file of one rank, as the manifest of the first rank says; only that rank has all entries."""
+    full = {name: double(*shape) for name, shape in (("heads", (67, 3)), ("columns", (4, 64)), ("alike", (5,)))}
+    rules = {"heads": Shard.even(0, 67, 64), "columns": Shard.even(1, 64, 64)}
+    ranks = Ranks(64)
+
+    def function(rank):
+        state = as_parts({"alike": full["alike"]}, rank == 0)
+        for name, rule in rules.items():
+            part = TensorPart(rule.split(full[name], rank), rule.dim, rule.ranges[rank])
+            state[name] = PartialTensor.of(full[name].shape, torch.double, part)
+        ShardedWriter(ranks.group(rank), {"tensor_parallel": 64}).save({"state_dict": state}, str(tmp_path / "saved"))
+
+    ranks.run(function)
+    assert {call.op for call in ranks.begun[63] if call.elements > 1100} <= {"gather"}
+    checkpoint = SavedCheckpoint.open(str(tmp_path / "saved"))
+    assert {name: len(saved.parts) for name, saved in checkpoint.manifest.tensors.items()} == {
+        "state_dict/alike": 1,
+        "state_dict/columns": 64,
+        "state_dict/heads": 64,
+    }
+    for name, value in full.items():
+        assert torch.equal(checkpoint.read(f"state_dict/{name}"), value)
+    checkpoint.close()
+
+
+# ------------------------------------------------------------------------------------------------------ whole runs
+
+
+BATCH, MICROBATCHES = 4, 4
+LINK = Link(1e-5, 1e9)
+
+
+def trained(sizes, real, path, layers, options):
+    """Train as one of the ranks `real` of a mesh; return the calls of a step."""
+    index, mesh = dist.get_rank(), Mesh(*sizes)
+    dist.destroy_process_group()
+    os.environ.update(LOCAL_RANK=str(real[index]), WORLD_SIZE=str(mesh.world_size))
+    axes = {f"{axis}_size": size for axis, size in zip(AXES, sizes) if axis != DATA}
+    with pretended_world(mesh, real, index, dist.FileStore(path, len(real))):
+        witnesses = Witnesses()
+        strategy = HybridParallelStrategy(**axes, **options)
+        trainer = trainer_for(
+            strategy, mesh.world_size, max_epochs=1, callbacks=[witnesses], limit_train_batches=STEP + 2
+        )
+        samples = torch.zeros(BATCH * (STEP + 2) * mesh.data_parallel, TOKENS, dtype=torch.long)
+        trainer.fit(Model(layers=layers), DataLoader(samples, batch_size=BATCH))
+    return witnesses.seen()[0]
+
+
+def planned(mesh, layers, microbatches, rank=0):
+    """Return the planner's figures of the parts of the model: `embed`, the layers, and `head`.
+
+    They are the numbers and bytes of the calls of the tensor axis in a step, and the elements of the parameters on a
+    rank of this axis.
+    """
+    batch = torch.zeros(BATCH, TOKENS, dtype=torch.long)
+    cluster = Cluster(device_named("h100"), mesh.world_size, 8, LINK, LINK)
+    rehearsal = Rehearsal(Model(layers=layers), batch, cluster, precision="64-true")
+    figures = [
+        [microbatches * part.total_s for part in rehearsal.count(quantity, mesh.tensor_parallel, microbatches).parts]
+        for quantity in ("messages", "message_bytes")
+    ]
+    sharding = rehearsal.divided(mesh.tensor_parallel).sharding
+    shards = {} if sharding is None else sharding.shards
+    elements = Counter()
+    for name, parameter in Model(layers=layers).named_parameters():
+        shape = shards[name].local_shape(parameter.shape, rank) if name in shards else parameter.shape
+        path = name.split(".")
+        elements[path[0] if path[0] != "blocks" else int(path[1])] += math.prod(shape)
+    return *figures, [elements[part] for part in ("embed", *range(layers), "head")]
+
+
+@pytest.mark.sweep(kept=1)
+@pytest.mark.parametrize("sizes", [(2, 4, 1, 8), (4, 2, 1, 8)], ids=["2 x 4 x 8", "4 x 2 x 8"])
+def test_stages_of_64_ranks_send_what_the_schedule_and_the_planner_say(sizes, tmp_path):
+    mesh, layers = Mesh(*sizes), 4
+    stages = mesh.pipeline_parallel
+    real = [mesh.rank(Coordinate(0, stage, 0, 0)) for stage in range(stages)]
+    options = {"num_microbatches": MICROBATCHES, "schedule": "1f1b", "balance": [layers // stages] * stages}
+    everyone = run(
+        trained, stages, sizes=sizes, real=real, path=str(tmp_path / "store"), layers=layers, options=options
+    )
+    numbers, num_bytes, elements = planned(mesh, layers, MICROBATCHES)
+    for stage, calls in enumerate(everyone):
+        of_axis = {axis: [call for call in calls if call.axis == axis] for axis in AXES}
+        messages = Counter((call.op, call.peer) for call in of_axis[PIPELINE] if call.peer is not None)
+        peers = [real[other] for other in (stage - 1, stage + 1) if 0 <= other < stages]
+        assert messages == {(op, peer): MICROBATCHES for op in ("send", "recv") for peer in peers}
+        share = layers // stages
+        mine = [*([0] if stage == 0 else []), *range(1 + stage * share, 1 + (stage + 1) * share)]
+        mine += [layers + 1] if stage == stages - 1 else []
+        assert len(of_axis[TENSOR]) == sum(numbers[part] for part in mine)
+        assert sum(call.bytes for call in of_axis[TENSOR]) == sum(num_bytes[part] for part in mine)
+        held = sum(elements[part] for part in mine)
+        assert sum(call.bytes for call in of_axis[DATA] if call.dtype == "float64") == 8 * held
+
+
+@pytest.mark.sweep(kept=1)
+@pytest.mark.parametrize(
+    ("sizes", "rank", "zero_stage"),
+    [((8, 1, 1, 8), 3, 0), ((128, 1, 1, 8), 1000, 0), ((1024, 1, 1, 1), 1000, 2), ((1024, 1, 1, 1), 1000, 3)],
+)
+def test_one_rank_of_many_trains(sizes, rank, zero_stage, tmp_path):
+    mesh = Mesh(*sizes)
+    arguments = {"layers": 2, "options": {"zero_stage": zero_stage}}
+    (calls,) = run(trained, 1, sizes=sizes, real=[rank], path=str(tmp_path / "store"), **arguments)
+    tensor = [call for call in calls if call.axis == TENSOR]
+    numbers, num_bytes, elements = planned(mesh, 2, 1, mesh.coordinate(rank).tensor_parallel)
+    assert (len(tensor), sum(call.bytes for call in tensor)) == (sum(numbers), sum(num_bytes))
+    data = Counter()
+    for call in calls:
+        if call.axis == DATA and call.dtype == "float64":
+            data[call.op] += call.bytes // 8
+    # Slices are as long on all ranks: each parameter is filled up to a multiple of their number.
+    filled = sum(-(-p.numel() // mesh.data_parallel) * mesh.data_parallel for p in Model().parameters())
+    if zero_stage == 0:
+        assert data == {"all_reduce": sum(elements)}
+    elif zero_stage == 2:
+        assert data == {"reduce_scatter": filled, "all_gather": filled}
+    else:
+        assert data["reduce_scatter"] == filled
+        assert filled < data["all_gather"]  # in forward and in backward
+
+
+def test_groups_of_rank_1000_of_1024():
+    mesh = Mesh(4, 16, 2, 8)
+    with pretended_world(mesh, [1000]), default_group_kept():
+        groups = MeshGroups(mesh)
+        assert groups.coordinate == Coordinate(3, 14, 1, 0)
+        assert groups.tensor_parallel.ranks == tuple(range(1000, 1008))
+        assert groups.context_parallel.ranks == (992, 1000)
+        assert groups.pipeline_parallel.ranks == tuple(range(776, 1024, 16))
+        assert groups.data_parallel.ranks == (232, 488, 744, 1000)
+        assert groups.gradients.size == 8
+        assert groups.replica.ranks == tuple(range(768, 1024))
+        assert groups.model.size == 128
+        nodes = groups.nodes({rank: str(rank // 8) for rank in range(1024)}, None, "test")
+        assert (nodes.inside.size, nodes.across.size) == (1, 8)
+        pairs = {(stage, stage + 1) for stage in range(15)}
+        assert groups.between(PIPELINE, sorted(pairs), "test").keys() == {(13, 14), (14, 15)}
+        assert comm.all_gather_object("alike", groups.between_hosts("test")) == ["alike"] * 1024
+        groups.make_data_default()
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 4)
