@@ -55,7 +55,7 @@ class Counts(NamedTuple):
 
 
 # At most.
-BUDGETS = {"positions": Counts(445, 75), "tensor": Counts(95, 41)}
+BUDGETS = {"positions": Counts(445, 75), "tensor": Counts(103, 41)}
 
 
 STAGE_BUDGETS = {"owned": 4, "stub": 5}

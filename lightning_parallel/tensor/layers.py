@@ -340,9 +340,8 @@ class _ParallelLinear(nn.Module):
 
     def plain_parameters(self) -> tuple[Tensor | None, Tensor | None]:
         """Return weight and bias if they are ordinary parameters, with this rank's shards; else None."""
-        # From the dictionary, as `nn.Module` finds attributes by a function of Python.
-        own = vars(self)[PARAMETERS]
-        weight, bias = own.get("weight"), own.get("bias", False)
+        # As attributes: a dry run of a pipeline puts tensors without data in their place.
+        weight, bias = self.weight, self.bias
         if type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter):
             return weight, bias
         return None, None
