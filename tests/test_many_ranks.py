@@ -4,6 +4,7 @@ import copy
 import math
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -368,8 +369,21 @@ def test_a_rank_looks_for_failures_of_1024_ranks_with_a_few_requests():
         first = counting.requests
         for _ in range(10):
             assert heart.num_over(others) == 8
+        polled = counting.requests - first
+    world = SimpleNamespace(size=lambda: 1024)
+    with (
+        patched(presence, "_heartbeat", heart),
+        patched(presence, "all_processes", lambda: world),
+        patched(dist, "is_initialized", lambda: True),
+    ):
+        text = presence.describe_failure("`all_reduce`", range(1024), RuntimeError("closed"))
     assert first <= 10
-    assert counting.requests - first <= 10 * (1 + 8)  # those that have ended on this machine
+    assert polled <= 10 * (1 + 8)  # those that have ended on this machine
+    assert text.splitlines() == [
+        "[rank 1000] `all_reduce` between ranks [0, 1, 2, 3 and 1020 others] failed",
+        "rank 900 stopped with: no samples",
+        "rank 3 stopped with: no samples",
+    ]
 
 
 def test_64_ranks_write_a_checkpoint(tmp_path):

@@ -97,6 +97,9 @@ RELEASE_S = 2.0
 _SELDOM = 4
 """While this rank is not known to wait, one beat in this many looks for failures."""
 
+_MOST_NAMED = 16
+"""Ranks up to which an error names each of them: every rank prints the error."""
+
 HEARD_S = 10.0
 """Seconds that a failed rank lets other ranks read its error: the store may end with its process."""
 
@@ -580,7 +583,7 @@ def wait_until_heard() -> None:
 
 def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> str:
     """Describe the failed collective `what` between `ranks`, and name the ranks that have failed or are gone."""
-    place = f"{what} between ranks {list(ranks)} failed"
+    place = f"{what} between ranks [{_named(ranks)}] failed"
     message = f"{place}: {error}"
     if _heartbeat is None or not dist.is_initialized():
         return message
@@ -593,11 +596,11 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
         lost = [] if errors else ended_processes(others) or _heartbeat.silent(others)
         errors = errors or _heartbeat.errors(others)
         lost = [rank for rank in lost if rank not in errors]
-        known = f"lost rank {', '.join(map(str, lost))}" if lost else str(error)
+        known = f"lost rank {_named(lost)}" if lost else str(error)
         _heartbeat.report(f"{_AFTER}{next(iter(errors))}" if errors else known)
     except RuntimeError:
-        peers = [str(rank) for rank in ranks if rank != me]
-        who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(peers)}"
+        peers = [rank for rank in ranks if rank != me]
+        who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {_named(peers)}"
         return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store [LP028]"
     details = [f"rank {rank} is gone: it no longer answers [LP028]" for rank in lost]
     for rank, text in errors.items():
@@ -605,8 +608,17 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
             return f"{text.removeprefix(_FOR_ALL)}\n(found on rank {rank})"
         if not text.startswith(_AFTER):
             details.append(f"rank {rank} stopped with: {text}")
+    if len(details) > _MOST_NAMED:
+        details[_MOST_NAMED:] = [f"and {len(details) - _MOST_NAMED} more ranks"]
     # With the error of another rank, the text of this rank's own error adds nothing.
     return "\n".join([f"[rank {me}] {place if errors else message}", *details])
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Return the ranks; of many ranks, the first ones and the number of the others."""
+    if len(ranks) <= _MOST_NAMED:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:4]))} and {len(ranks) - 4} others"
 
 
 # ----------------------------------------------------------------------------------------------------------- roll calls
