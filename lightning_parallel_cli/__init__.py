@@ -143,6 +143,21 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--cores", type=int, help="cores of a node that its ranks share, with `--device cpu` (default: all cores)"
     )
+    long = parser.add_argument_group("a long run")
+    long.add_argument(
+        "--device-mtbf", metavar="50000h", help="mean time between failures of one device: predict the productive share"
+    )
+    long.add_argument(
+        "--save-stall", default="10s", metavar="10s", help="delay of training by a checkpoint (default: %(default)s)"
+    )
+    long.add_argument(
+        "--restart", default="5min", metavar="5min", help="time from a failure to the next step (default: %(default)s)"
+    )
+    long.add_argument(
+        "--site-bandwidth",
+        metavar="10Gbit/s",
+        help="link between two such sites, which train independently for some steps",
+    )
     parser.add_argument("--rows", type=int, default=20, help="number of rows in the table (default: %(default)s)")
     parser.add_argument(
         "--output", type=Path, action="append", default=[], help="file to write, which ends in .html, .svg or .json"

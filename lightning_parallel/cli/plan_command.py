@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from lightning_parallel.cli.projects import batch_of, precision_of, project_of
 from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.planner.failures import Failures, SiteLink
 from lightning_parallel.planner.hardware import (
     Cluster,
     Device,
@@ -29,6 +30,7 @@ from lightning_parallel.planner.plan_picture import draw_plan, plan_page
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.strategies.auto_parallel import accumulated_batches
+from lightning_parallel.tracing.spans import duration_text
 from lightning_parallel.tracing.units import parse_bandwidth, parse_bytes, parse_flops, parse_seconds
 
 __all__ = ["run_plan"]
@@ -61,6 +63,8 @@ def run_plan(options: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(before)
     _show(found, options)
+    for line in _outlook(found, options, sum(p.numel() for p in project.module.parameters() if p.requires_grad)):
+        print(line)
     if found.obstacle:
         print(f"lightning-parallel plan: {found.obstacle}", file=sys.stderr)
     return 1 if found.obstacle else 0
@@ -131,6 +135,27 @@ def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     if options.latency is not None:
         link = replace(link, latency_s=parse_seconds(options.latency))
     return replace(cluster, node_link=node_link, link=link)
+
+
+def _outlook(found: LayoutPlan, options: argparse.Namespace, parameters: int) -> Iterator[str]:
+    """Yield what failures, and the link to a second site, cost a long run of the best layout."""
+    if options.device_mtbf:
+        mtbf_s, stall_s, restart_s = map(parse_seconds, (options.device_mtbf, options.save_stall, options.restart))
+        failures = Failures(found.cluster.num_devices, mtbf_s, stall_s, restart_s)
+        yield (
+            f"Failures: one every {duration_text(failures.mtbf_s)}. With a checkpoint every"
+            f" {duration_text(failures.interval_s)} (Daly's interval), {failures.productive_share():.1%} of the time is"
+            " productive (ETTR)."
+        )
+    if options.site_bandwidth and found.best:
+        step_s, bandwidth = found.best[0].step.total, parse_bandwidth(options.site_bandwidth)
+        for bits in (32, 4):
+            link = SiteLink(parameters, bits, bandwidth)
+            steps = link.local_steps(step_s)
+            yield (
+                f"Two sites: an average of drifts of {bits} bits takes {duration_text(link.average_s)}. With {steps:,}"
+                f" local steps, averages take {link.share(step_s, steps):.1%} of the time."
+            )
 
 
 def _show(found: LayoutPlan, options: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "bandwidth_text",
     "bytes_text",
     "count_text",
+    "duration_text",
     "expose",
     "gap_text",
     "percent",
@@ -277,6 +278,14 @@ def seconds_text(seconds: float) -> str:
         if seconds >= size:
             return f"{count_text(seconds / size)} {unit}"
     return f"{count_text(seconds * 1e6)} us" if seconds else "0"
+
+
+def duration_text(seconds: float) -> str:
+    """Format seconds of a run in a suitable unit: `5400` as `1.5 h`."""
+    for unit, size in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{count_text(seconds / size)} {unit}"
+    return seconds_text(seconds)
 
 
 def bytes_text(count: float) -> str:

@@ -6,7 +6,7 @@ import re
 
 __all__ = ["parse_bandwidth", "parse_bytes", "parse_flops", "parse_seconds"]
 
-_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
 _AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([KMGTk]?i?)(bits?|bytes?|B|b)\s*", re.ASCII)
@@ -43,16 +43,16 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Read a time, such as `10us` or `0.1ms`; returns seconds.
+    """Read a time, such as `10us`, `0.1ms` or `5min`; returns seconds.
 
     Raises:
         ValueError: If the text is not a number with a unit of time.
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(ns|us|ms|s)\s*", text)
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(ns|us|ms|s|min|h)\s*", text)
     try:
         return float(found[1]) * _TIMES[found[2]]  # type: ignore[index]
     except (TypeError, ValueError):
-        raise ValueError(f"The time must have a unit, such as 10us or 0.1ms; got `{text}`") from None
+        raise ValueError(f"The time must have a unit, such as 10us, 0.1ms or 5min; got `{text}`") from None
 
 
 def parse_flops(text: str) -> float:
