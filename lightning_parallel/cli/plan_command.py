@@ -76,6 +76,10 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1; got {value}")
+    for text in filter(None, (options.device_mtbf, options.save_stall, options.restart)):
+        parse_seconds(text)
+    if options.site_bandwidth:
+        parse_bandwidth(options.site_bandwidth)
     for path in options.output:
         if path.suffix not in (".svg", ".html", ".json"):
             raise ValueError(f"`--output` must end in .svg, .html or .json; got `{path.name}`")

@@ -663,12 +663,15 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     files = [f"examples/gpt/{name}.yaml" for name in ("base", "pipeline")]  # of four devices on one node
     words = ["plan", "--script", "examples/gpt/main.py", "--config", *files, "--device", "H100"]
     outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
-    given = ["--script-args", "--trainer.accumulate_grad_batches", "2"]
+    given = ["--device-mtbf", "50000h", "--restart", "1min", "--site-bandwidth", "10Gbit/s"]
+    given += ["--script-args", "--trainer.accumulate_grad_batches", "2"]
     status = main([*words, "--devices", "8", "--inter-node-bandwidth", "400Gbit/s", "--width", "140", *outputs, *given])
     shown = capsys.readouterr()
     assert status == 0, shown.err
     assert "ByteGPT fits one H100" in shown.out
     assert "class_path: lightning_parallel.HybridParallelStrategy" in shown.out
+    assert re.search(r"one every 6,250 h. With a checkpoint every 5.89 h .*, 99.9% of the time is productive", shown.out)
+    assert len(re.findall(r"average of drifts of (?:32|4) bits takes .* local steps, averages take", shown.out)) == 2
     assert re.search(r"devices: 8\n +num_nodes: 1", shown.out)
     written = json.loads((tmp_path / "plan.json").read_text())
     assert len(written["layouts"]) == 10
@@ -681,6 +684,7 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     for wrong, message in (
         (["--inter-node-bandwidth", "400"], "in bits or bytes per second"),
         (["--device", "X"], "The device must be one of"),
+        (["--device-mtbf", "50000"], "must have a unit"),
         (["--rows", "0"], "`--rows` must be at least 1"),
         (["--output", "plan.txt"], "must end in .svg, .html or .json"),
         (["--model", "a:B"], "got both"),
