@@ -8,7 +8,10 @@ export TOKENIZERS_PARALLELISM := false
 # Many tests start an interpreter: without bytecode each would compile the package, which takes a second.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train learn test test-more test-gpu test-projects docs lint format bench gpu clean
+TORCHES := 2.6 2.7 2.8 2.9 2.10 2.11 2.12 2.13
+TORCH ?= 2.6
+
+.PHONY: train learn test test-more test-gpu test-oldest test-torch test-torches test-projects docs lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -41,6 +44,20 @@ test-more: .venv/browser .venv/ray
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
+
+# A selection of the tests on another torch: `make test-torch TORCH=2.9`, or an exact version, such as 2.9.0.
+test-torch: .venv-torch-$(TORCH)/installed
+	.venv-torch-$(TORCH)/bin/python -m tests.torch_versions $(RECORD) -n auto --dist worksteal
+
+test-oldest:
+	$(MAKE) test-torch TORCH=$(firstword $(TORCHES))
+
+# Each minor version, one environment after another on the disk. The results go to the page on the compatibility.
+test-torches:
+	@failed=; for version in $(TORCHES); do \
+		$(MAKE) test-torch TORCH=$$version RECORD=--record || failed="$$failed $$version"; \
+		rm -rf .venv-torch-$$version; \
+	done; test -z "$$failed" || { echo "Failed:$$failed"; exit 1; }
 
 # The programme for one GPU: ten minutes, no network. It uses the Python that runs there if it has torch and lightning,
 # with its CUDA; .venv, which constraints.txt gives a torch for CPUs, otherwise.
@@ -77,7 +94,7 @@ bench: .venv/installed
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
-	rm -rf .venv .venv-projects build dist *.egg-info
+	rm -rf .venv .venv-projects .venv-torch-* build dist *.egg-info
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
@@ -96,6 +113,15 @@ clean:
 		-e . pytorch-lightning transformers psutil 'chemprop; python_version >= "3.11"'
 	# litgpt asks for older versions of what is there already, which its GPT does not need.
 	.venv-projects/bin/python -m pip install -q --no-deps -c tests/projects/constraints.txt litgpt
+	touch $@
+
+# The newest release of the version. Its wheel is of the configured index: PyPI's has CUDA in it.
+.venv-torch-%/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up .venv-torch-$*, once: 2 GB, or 6 GB with CUDA."
+	$(@D)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv $(@D)
+	@grep -v '^torch==' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q -c $(@D)/constraints.txt 'torch==$*.*' -e ".[cli,transformers,deepspeed,test]"
 	touch $@
 
 # The report's page is tested in Chromium: the system's, or one that playwright downloads; else those tests are skipped.

@@ -74,6 +74,7 @@ from lightning_parallel.compat.torch import (
     is_backward_running,
     overload_packet,
     pytree,
+    saved_tensors_hooks_now,
     schema_of,
     sharded_flat_parameters,
     storage_address,
@@ -919,3 +920,13 @@ def test_states_of_metrics_can_be_put_together():
 
 def test_state_dicts_tell_of_versions():
     assert nn.BatchNorm1d(2).state_dict()._metadata[""] == {"version": 2}
+
+
+def test_the_hooks_of_saved_tensors_that_hold_now_are_told():
+    outer, inner = (abs, float), (len, int)
+    assert saved_tensors_hooks_now() is None
+    with torch.autograd.graph.saved_tensors_hooks(*outer):
+        with torch.autograd.graph.saved_tensors_hooks(*inner):
+            assert saved_tensors_hooks_now() == inner
+        assert saved_tensors_hooks_now() == outer
+    assert saved_tensors_hooks_now() is None

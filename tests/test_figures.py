@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import torch_versions
+
 ROOT = Path(__file__).parents[1]
 RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text(encoding="utf-8"))
 CONVERGENCE, SLOW_LINK = "convergence", "slow_link_gpt"
@@ -146,3 +148,9 @@ def test_a_warning_recommends_compressors_that_are_within_one_per_cent():
 
 def test_each_result_names_the_commit_that_it_is_from():
     assert all(entry["measured"]["commit"] for entries in RESULTS.values() for entry in entries.values())
+
+
+def test_the_table_of_versions_is_that_of_the_runs():
+    page = torch_versions.PAGE.read_text(encoding="utf-8")
+    written = page.partition(torch_versions.BEGIN)[2].partition(torch_versions.END)[0]
+    assert written.strip() == torch_versions.table(RESULTS[torch_versions.BENCHMARK]).strip(), "make test-torches"

@@ -13,6 +13,7 @@ import json
 import operator
 import os
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -240,7 +241,31 @@ WITHOUT_VALUES |= {"empty_like", "full_like", "rand_like", "randn_like", "randin
 
 def saved_tensors_hooks_now() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """Return the functions that pack and unpack the tensors which autograd saves now; None without such hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _top_hooks(False)
+
+
+def _watched_hooks() -> Callable[[bool], Any]:
+    """Watch the hooks of saved tensors that each thread enters, for torch before 2.8, which does not tell them."""
+    autograd, thread = torch._C._autograd, threading.local()
+    push, pop = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+
+    def entered() -> list[Any]:
+        return thread.__dict__.setdefault("entered", [])
+
+    def push_watched(pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
+        push(pack_hook, unpack_hook)
+        entered().append((pack_hook, unpack_hook))
+
+    def pop_watched() -> None:
+        pop()
+        del entered()[-1:]  # none, where the hooks were entered before the import
+
+    autograd._push_saved_tensors_default_hooks = push_watched
+    autograd._pop_saved_tensors_default_hooks = pop_watched
+    return lambda _: entered()[-1] if entered() else None
+
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None) or _watched_hooks()
 
 
 def base_of(tensor: Tensor) -> Tensor:
