@@ -81,6 +81,12 @@ class _Plain:
         return self.state[name]
 
 
+def _member(kind: Any, name: str) -> _Plain:
+    if not (isinstance(kind, type) and issubclass(kind, _Plain)):
+        raise pickle.UnpicklingError(f"the index reads `{name}` of {kind!r}, which no index needs")
+    return kind(name)
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -92,6 +98,9 @@ class _IndexUnpickler(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        # Python 3.11.0 to 3.11.3 pickles the member of an enumeration as a call of this function.
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _CLASSES:
             # Each file gets a new class, so that a later file cannot meet objects of an earlier one.
             return type(name, (_Plain,), {})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint import metadata as metadata_module
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -200,6 +201,24 @@ def test_what_would_run_code_is_refused_and_runs_nothing(folder, tmp_path):
     with pytest.raises(ValueError, match=r"betas` in .* may run code"):
         opened(copy).checkpoint()
     assert not trace.exists()
+
+
+class Read:
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_members_of_enumerations_are_read_as_early_python_3_11_writes_them(folder):
+    content = (Path(folder) / ".metadata").read_bytes()
+    metadata = pickle.loads(content)
+    metadata.member = Read(metadata_module._MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    assert read_index(pickle.dumps(metadata), "test") == read_index(content, "test")
+    metadata.member = Read(torch.Size, "count")
+    with pytest.raises(ValueError, match="reads `count` of .*, which no index needs"):
+        read_index(pickle.dumps(metadata), "test")
 
 
 def test_what_is_damaged_or_leads_elsewhere_is_named(folder, tmp_path):
