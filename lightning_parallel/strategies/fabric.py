@@ -36,17 +36,21 @@ from lightning_parallel import comm
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat.default_group import default_group_kept
 from lightning_parallel.compat.lightning import BackwardSyncControl, PathLike
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.mesh import CONTEXT, PIPELINE
 from lightning_parallel.strategies.auto_parallel import AutoParallelStrategy
 from lightning_parallel.strategies.local_sgd import LocalSGDStrategy
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
+from lightning_parallel.strategies.whole.between_runs import share_tensors
+from lightning_parallel.tensor.pieces import without_pieces
+from lightning_parallel.tensor.sharded import ShardedTensor
 
 __all__ = ["FabricMesh", "fabric_strategy"]
 
 _PREFIX = "module."
 
 
-class _Loop(LightningModule):
+class FabricLoop(LightningModule):
     """Holds the user's module, whose calls are its steps."""
 
     module: nn.Module
@@ -77,10 +81,18 @@ class _Calls(nn.Module):
         # Not as a child: the module would then be registered twice.
         self._strategy = strategy
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "A module of `fabric.setup` cannot be copied, because the copy would compute with the weights of the"
+            " original. Copy the module itself: `copy.deepcopy(model.module)`"
+        )
+
     @override
+    @torch.compiler.disable  # `torch.compile(model)` would compile the strategy; `compile_layers=True` compiles layers
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         strategy = self._strategy
         if torch.is_grad_enabled() and strategy.module.trainer.state.fn == TrainerFn.FITTING:
+            strategy.note_batch((args, kwargs))
             strategy.begin_batch(False)
             return strategy.training_step(args, kwargs)
         return strategy.validation_step(args, kwargs)
@@ -97,7 +109,8 @@ class FabricMesh(DDPStrategy):
         self.mesh_strategy = strategy
         super().__init__(**strategy.arguments_of_processes())
         self._backward_sync_control = _Synchronization(strategy)
-        self._loop = _Loop()
+        self._loop = FabricLoop()
+        self._shares = True
         self._shown = ExitStack()
         self._kept = ExitStack()
 
@@ -134,6 +147,7 @@ class FabricMesh(DDPStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        # Without optimizers, the module only computes.
         self._loop.trainer.state.fn = TrainerFn.VALIDATING
         return self._set_up(module, [])
 
@@ -151,7 +165,14 @@ class FabricMesh(DDPStrategy):
                 " modules that train together into one `nn.Module`, and set it up with all optimizers"
             )
         loop.module, loop.given = module, optimizers
+        # A state that was loaded before is that of full parameters.
+        states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.state.clear()
         self.mesh_strategy.setup(loop.trainer)
+        for optimizer, state in zip(optimizers, states):
+            if state is not None:
+                self._load_optimizer(optimizer, state)
         watch = self.mesh_strategy.run.hook_watch
         if watch is not None:
             # The user's code between two calls is a part of a step, too: it may read weights and gradients.
@@ -190,11 +211,28 @@ class FabricMesh(DDPStrategy):
 
     @override
     def backward(self, tensor: Tensor, module: Optional[nn.Module], *args: Any, **kwargs: Any) -> None:
+        if self._loop.trainer.state.fn != TrainerFn.FITTING:
+            raise RuntimeError(
+                "A module that trains must be set up together with its optimizers, `fabric.setup(module, optimizer)`;"
+                " got a backward pass after `fabric.setup(module)`"
+            )
         self.mesh_strategy.backward(tensor, None, *args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Optional[Callable[[], Any]] = None, **kwargs: Any) -> Any:
         return self.mesh_strategy.optimizer_step(optimizer, closure or (lambda: None), self._loop, **kwargs)
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: Union[float, int],
+        norm_type: Union[float, int, str] = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        # A number, also of "inf": parts of a norm are combined by it.
+        return super().clip_gradients_norm(module, optimizer, max_norm, float(norm_type), error_if_nonfinite)
 
     # ---------------------------------------------------------------------------------------------- communication
 
@@ -226,11 +264,38 @@ class FabricMesh(DDPStrategy):
         return isinstance(module, _Calls) or module is getattr(self._loop, "module", None)
 
     @override
+    def save_checkpoint(
+        self, path: PathLike, state: dict[str, Any], storage_options: Optional[Any] = None, filter: Any = None
+    ) -> None:
+        # Here, on all ranks: rank zero alone writes, and could not gather the parts in an average of weights.
+        others = {
+            key: value.state_dict() if hasattr(value, "state_dict") else value
+            for key, value in state.items()
+            if not isinstance(value, (nn.Module, Optimizer))
+        }
+        others = pytree.tree_map_only(ShardedTensor, ShardedTensor.whole, others)
+        state = {**state, **without_pieces(others)}
+        self._shares = bool(filter)
+        try:
+            super().save_checkpoint(path, state, storage_options, filter)
+        finally:
+            self._shares = True
+
+    @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         if not self._is_mine(module):
             return super().get_module_state_dict(module)
         state = self.mesh_strategy.lightning_module_state_dict()
-        return {name.removeprefix(_PREFIX): value for name, value in state.items()}
+        state = {name.removeprefix(_PREFIX): value for name, value in state.items()}
+        self._share(state)
+        return state
+
+    def _share(self, values: dict[Any, Any]) -> None:
+        """Send tensors from rank zero to all ranks, except where rank zero alone writes them."""
+        if self._shares:
+            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            share_tensors(tensors, self.mesh_strategy.groups.world, self.root_device)
+            values.update(tensors)
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -242,7 +307,10 @@ class FabricMesh(DDPStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.mesh_strategy.optimizer_state(optimizer)
+        state = self.mesh_strategy.optimizer_state(optimizer)
+        for values in state.get("state", {}).values():
+            self._share(values)
+        return state
 
     @override
     def load_checkpoint(

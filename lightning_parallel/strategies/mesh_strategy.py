@@ -738,9 +738,13 @@ class MeshStrategy(MeshProcesses):
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
         # No other hook before a step names the loader; a step may not take its index.
         self.run.loader_index = dataloader_idx
+        self.note_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def note_batch(self, batch: Any) -> None:
+        """Note a batch, which the ranks of a replica compare with their next meeting."""
         # Hash the batch while it is still in host memory: on a device, the host would wait for its values.
         self._content = replicas.content_of(batch, self._content)
-        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     @in_step

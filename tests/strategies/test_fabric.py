@@ -1,5 +1,6 @@
 """Loops of the user's own, under `Fabric` with strategies of a mesh, beside the same loop on one process."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -177,8 +178,69 @@ def test_what_ranks_do_apart_is_refused(group):
     with pytest.raises(RuntimeError, match="divides one module; got a second"):
         fabric.setup(nn.Linear(2, 2))
     ids = torch.full((2, 4), group.rank)
+    with pytest.raises(TypeError, match="deepcopy"):
+        copy.deepcopy(model)
     with pytest.raises(ValueError, match="must get the same batch"):
         model(ids)
+    fabric.strategy.teardown()
+
+
+@distributed(world_size=2)
+def test_later_batches_that_differ_in_a_replica_are_refused(group):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
+    fabric.launch()
+    model = Net()
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="must get the same batches"):
+        model(torch.full((2, 4), group.rank))
+    fabric.strategy.teardown()
+
+
+class Averages:
+    def __init__(self, model):
+        self.values = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, values):
+        self.values = dict(values)
+
+
+@distributed(world_size=2)
+def test_states_of_the_user_are_whole_on_all_ranks(group, tmp_path):
+    path = Path(comm.broadcast_object(str(tmp_path), group)) / "averages.ckpt"
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.arange(8).view(2, 4)
+    loss_of(model(ids), ids).backward()
+    optimizer.step()  # its state is there before the set-up, in full
+    expected = optimizer.state_dict()["state"]
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
+    fabric.launch()
+    fitted, optimizer = fabric.setup(model, optimizer)
+    found = optimizer.state_dict()["state"]
+    for index, state in expected.items():
+        for key, value in state.items():
+            torch.testing.assert_close(found[index][key], value, rtol=0, atol=0)
+    averages = Averages(fitted)
+    fabric.save(path, {"model": fitted, "averages": averages}, filter={"model": lambda _, value: value.sum() > -1e9})
+    saved = torch.load(path)
+    assert {name: value.shape for name, value in saved["averages"].items()} == shapes
+    assert saved["model"].keys() == shapes.keys()
+    fabric.strategy.teardown()
+
+
+@distributed(world_size=2)
+def test_a_module_without_optimizers_does_not_train(group):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=HybridParallelStrategy(data_parallel_size=2))
+    fabric.launch()
+    model = fabric.setup_module(Net())
+    ids = torch.arange(8).view(2, 4)
+    with pytest.raises(RuntimeError, match="set up together with its optimizers"):
+        fabric.backward(loss_of(model(ids), ids))
     fabric.strategy.teardown()
 
 
