@@ -441,7 +441,7 @@ class _ArgumentCopies:
 _UNCHANGING = {*PLAIN, torch.device, type, FunctionType}
 
 
-# Size of an object whose `__dict__` holds all of its state: slots and state in C need more.
+# Most bytes of an object whose `__dict__` holds all of its state: slots and state in C need more.
 _PLAIN_SIZE = type("Plain", (), {}).__basicsize__
 
 
@@ -452,7 +452,7 @@ def _contents(value: Any) -> list[Any] | None:
         return [*value, *value.values()]
     if kind in (list, tuple, set):
         return [*value]
-    if hasattr(value, "__dict__") and kind.__basicsize__ == _PLAIN_SIZE:
+    if hasattr(value, "__dict__") and kind.__basicsize__ <= _PLAIN_SIZE:
         return [*vars(value), *vars(value).values()]
     return None
 
