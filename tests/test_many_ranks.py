@@ -50,7 +50,7 @@ from tests.tensor.test_layers import MLP, Gated, Grouped, Tied
 from tests.test_golden import STEP, TOKENS, Model, Witnesses
 
 # The cases of few ranks are left to `make test-more`.
-SWEEP, MANY = pytest.mark.sweep(kept=2), pytest.mark.parametrize("ranks", [8, 16, 64])
+SWEEP, FEWER, MANY = pytest.mark.sweep(kept=2), pytest.mark.sweep(kept=1), pytest.mark.parametrize("ranks", [8, 16, 64])
 
 
 def double(*shape):
@@ -106,7 +106,7 @@ def vocabularies(group):
         test_loss.compare(group, logits, target, classes, weight=weight, label_smoothing=0.1, reduction=reduction)
 
 
-@SWEEP
+@FEWER
 @MANY
 def test_sequence_regions(ranks):
     in_lockstep(sequences, ranks)
@@ -155,7 +155,7 @@ def context_attention(group):
 CONTEXT = ("causal attention", "mean", "shift left", "cumulative sum", "shifted cross entropy", "convolution")
 
 
-@SWEEP
+@FEWER
 @MANY
 def test_context_regions(ranks):
     length = ranks + ranks // 2 + 1
@@ -183,7 +183,7 @@ def test_context_regions(ranks):
     in_lockstep(function, ranks)
 
 
-@SWEEP
+@FEWER
 @MANY
 def test_experts(ranks):
     hidden = ranks + 3
