@@ -121,7 +121,7 @@ def batches():
     return DataLoader([torch.randint(16, (4, 6), generator=generator) for _ in range(3)], batch_size=None)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("kind", ["lars", "lamb"])
 @distributed(world_size=4)
 def test_divided_as_on_one_process(kind):

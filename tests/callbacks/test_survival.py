@@ -58,7 +58,7 @@ def assert_equal_weights(folder, expected):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "signalled", "skew_s"),
     [("pipeline", 2, [1], 0), ("hybrid", 2, [0, 1], 0.4), ("ddp", 2, [1, 0, 1, 0], 0.15), ("ddp", 1, [0], 0)],

@@ -102,7 +102,7 @@ def expected_run(layout):
     return module.state_dict(), trainer.callback_metrics["val_loss"]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["fsdp2", "tensor", "fsdp1"])
 def test_a_folder_of_lightning_is_resumed_by_stages_and_shards(layout):
     path = write_folder(layout)

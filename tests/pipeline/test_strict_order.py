@@ -92,6 +92,7 @@ def test_two_ranks():
     every_schedule(2)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=4)
 def test_four_ranks():
     every_schedule(4)

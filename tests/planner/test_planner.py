@@ -300,6 +300,7 @@ def test_flops_and_messages_of_a_block_are_those_of_its_shards():
         assert num_bytes == (2 * 4 * SAMPLES * TOKENS * WIDTH if ranks > 1 else 0)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_a_rehearsal_counts_the_messages_of_a_real_division(group):
     rehearsal = Rehearsal(Model(), tokens(), cluster())
@@ -313,6 +314,7 @@ def test_a_rehearsal_counts_the_messages_of_a_real_division(group):
     assert counted == len(list(calls))
 
 
+@pytest.mark.sweep(kept=None)
 def test_layers_of_a_large_model_cost_no_memory_to_plan():
     transformers = pytest.importorskip("transformers")
 
@@ -387,6 +389,7 @@ def test_auto_parallel_takes_the_layout_that_fits_and_trains_as_one_process(grou
         trainer_for(AutoParallelStrategy(memory_limit_bytes=1e3), 2).fit(Model(), loader())
 
 
+@pytest.mark.sweep(kept=None)
 def test_auto_parallel_resumes_what_another_layout_has_saved(tmp_path):
     run(resumes, 2, folder=str(tmp_path))
 

@@ -21,7 +21,7 @@ def counts():
     return counters["stats"]["unique_graphs"], {**counters["graph_break"], **counters["unimplemented"]}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize(
     ("options", "backend"),
     [

@@ -68,7 +68,7 @@ def test_two_ranks(name, method):
     check(name, context_parallel_size=2, context_parallel_method=method)
 
 
-@pytest.mark.sweep(kept=3)
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize(
     ("name", "replicas", "options"),
     [

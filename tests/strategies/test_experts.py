@@ -85,7 +85,7 @@ def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["tensor 2 x data 2", "tensor 2 x pipeline 2"])
 @distributed(world_size=4)
 def test_experts_without_tokens(layout):

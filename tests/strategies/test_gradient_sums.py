@@ -128,7 +128,7 @@ def test_64_gradients_are_added_without_their_errors(name, group):
     _expect_small_errors(lambda dtype: make(gradient_sum_dtype=dtype), group, batch, replicas, share=share)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @distributed(world_size=4)
 def test_tied_parameters_of_a_pipeline_with_replicas(zero_stage, group):

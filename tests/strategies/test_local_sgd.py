@@ -300,7 +300,7 @@ def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
     goes_on_as_it_would_have(group, checkpoint_format, overlap_steps=2, fragments=2)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @distributed(world_size=4)
 def test_a_run_of_divided_replicas_goes_on_as_it_would_have(group, checkpoint_format):
@@ -349,7 +349,7 @@ def test_an_interrupted_run_goes_on(group):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], found[2]))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @distributed(world_size=4)
 def test_replicas_join_and_leave_at_an_exchange(group, checkpoint_format):

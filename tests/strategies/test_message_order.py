@@ -255,6 +255,7 @@ class ChangingNet(Net):
         return super().training_step(batch, index)
 
 
+@pytest.mark.sweep(kept=None)
 @distributed(world_size=2)
 def test_steps_may_differ_on_all_ranks_together(group):
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=2)

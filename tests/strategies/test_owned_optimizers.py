@@ -227,7 +227,7 @@ def test_the_planner_measures_state_in_the_shapes_of_the_model():
     assert optimizer_copies([Shampoo(parameters)]) == 2 + (64**2 + 32**2) / (64 * 32)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", [each for each in LAYOUTS if LAYOUTS[each][1] == 2])
 @distributed(world_size=2)
 def test_it_trains_like_one_process_on_two_ranks(layout):

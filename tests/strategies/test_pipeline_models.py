@@ -251,7 +251,7 @@ def check(name, layout):
     expect_equal(module, trainer, expected, 1)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "encoder", "odd_gpt"])
 @distributed(world_size=4)
 def test_a_cut_inside_of_a_divided_sequence(name):

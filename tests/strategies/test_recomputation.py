@@ -521,7 +521,7 @@ class FirstSquared(nn.Module):
         return (x + 1) * self.scale
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["data", "tensor", "tensor x data"])
 @distributed(world_size=4)
 def test_with_other_features(group, layout):

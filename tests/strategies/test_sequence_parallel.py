@@ -156,7 +156,7 @@ def test_two_ranks(name):
     assert len(region.blocks) == 4
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", ["tensor 4", "tensor 2 x pipeline 2"])
 @pytest.mark.parametrize("name", MODELS)
 @distributed(world_size=4)

@@ -38,7 +38,7 @@ def shared_folder(group):
     return Path(comm.broadcast_object(tempfile.mkdtemp(), group))
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, optimizer):
@@ -69,7 +69,7 @@ def test_it_holds_what_one_process_would_save(group):
     assert {child.name for child in path.parent.iterdir() if child.name.startswith(".")} <= {PLAN_FILE}
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize(
     ("layout", "compression"),
     [("tensor 2, data 2", PowerSGD(1, min_numel=16)), ("pipeline 2 x 2 stages, data 2", TopK(0.1, min_numel=16))],

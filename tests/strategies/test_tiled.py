@@ -175,7 +175,7 @@ def test_two_ranks(group, layout):
     run_and_check(group, layout)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(kept=None)
 @pytest.mark.parametrize("layout", FOUR)
 @distributed(world_size=4)
 def test_four_ranks_that_accumulate_gradients(group, layout):
