@@ -201,7 +201,7 @@ class ShardedWriter:
         """Make the memory of the copies in the background, before the first save; without `in_background` do nothing.
 
         Args:
-            checkpoint: A dict with parts as large as those of the first save, see `save`.
+            checkpoint: A dict as of `save`, with parts as large as in the first save.
         """
         if self._thread is None or self._staging is None:
             return

@@ -29,7 +29,7 @@ from lightning_parallel.pipeline.layer_stack import (
     find_layer_stacks,
     with_enough_layers,
 )
-from lightning_parallel.pipeline.measure import LARGE_BYTES, STATE_COPIES, count_parameters, measure
+from lightning_parallel.pipeline.measure import STATE_COPIES, count_parameters, is_large, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, PlannedParameter, device_of
 from lightning_parallel.pipeline.recomputation import layers_to_recompute
@@ -287,12 +287,9 @@ class _Analysis:
         costs = count_parameters(self.module, stack, use.parameters, self.copies)
         if self.example is not None and (is_needed or self.balance == "auto"):
             args = self.module, stack, use.parameters, *self.example, self.device, self.copies, recomputation
-            is_large = sum(parameter.nbytes for parameter in self.module.parameters()) > LARGE_BYTES
-            if self.sync_group is not None:
-                # Shards may differ in size, but all ranks run equally often.
-                is_large = comm.on_any_rank([is_large], self.sync_group)[0]
+            is_brief = is_large(self.module, self.sync_group)
             try:
-                costs = measure(*args, is_needed=is_auto, is_large=is_large)
+                costs = measure(*args, is_needed=is_auto, is_brief=is_brief)
             except ValueError as error:
                 failure = error  # the other ranks wait for costs
             if self.offloads_inputs:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
 from lightning_parallel.compat.chance import seeded
 from lightning_parallel.compat.torch import pytree, random_values, storage_address
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
@@ -33,7 +35,7 @@ from lightning_parallel.step_trace.attributes import replaced
 from lightning_parallel.step_trace.interception import Call, data_of, has_listeners
 from lightning_parallel.step_trace.stubs import autocast_dtype, copy_args
 
-__all__ = ["LARGE_BYTES", "STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_step"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "is_large", "measure", "measure_step"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
@@ -43,6 +45,13 @@ LARGE_BYTES = 64 << 20
 
 STATE_COPIES = 4
 """Bytes held per byte of a trained parameter if the optimizer is unknown: itself, its gradient, two moments."""
+
+
+def is_large(module: nn.Module, group: Group | None) -> bool:
+    """Tell whether the parameters take more than `LARGE_BYTES` on any rank of `group`, whose ranks all call this."""
+    mine = sum(parameter.nbytes for parameter in module.parameters()) > LARGE_BYTES
+    # Shards may differ in size, but all ranks run equally often and in the same precision.
+    return mine if group is None else comm.on_any_rank([mine], group)[0]
 
 
 def count_parameters(
@@ -79,7 +88,7 @@ def measure(
     copies: float = STATE_COPIES,
     recomputation: str | int = "off",
     is_needed: bool = False,
-    is_large: bool = False,
+    is_brief: bool = False,
 ) -> Costs:
     """Measure a microbatch, see `measure_step`, and count parameters; only count if the layers cannot be measured.
 
@@ -89,11 +98,11 @@ def measure(
         microbatch: The input of the step.
         copies: See `count_parameters`.
         is_needed: Whether to raise the error of layers that cannot be measured.
-        is_large: Whether two runs of each part are enough; equal on all ranks, because sharded layers communicate.
+        is_brief: Whether two runs of each part are enough; equal on all ranks, because sharded layers communicate.
     """
     held = count_parameters(module, stack, use, copies)
     try:
-        repeats = _LARGE_REPEATS if is_large else _REPEATS
+        repeats = _LARGE_REPEATS if is_brief else _REPEATS
         costs = measure_step(module, stack, step, microbatch, device, repeats=repeats, recomputation=recomputation)
     except ValueError as error:
         if is_needed:

@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import stop_heartbeat
+from lightning_parallel.compat import patched
 from lightning_parallel.compat.default_group import default_group_kept
 from lightning_parallel.compat.lightning import BackwardSyncControl, PathLike
 from lightning_parallel.compat.torch import pytree
@@ -122,7 +123,6 @@ class FabricMesh(DDPStrategy):
         self._kept.enter_context(default_group_kept())
         environment = self.cluster_environment
         assert environment is not None
-        strategy.verify = "off"  # a loop has no step that one process could run as well
         loop.trainer = trainer = Trainer(
             accelerator=self.root_device.type,
             devices=self.num_processes,
@@ -169,7 +169,9 @@ class FabricMesh(DDPStrategy):
         states = [optimizer.state_dict() if optimizer.state else None for optimizer in optimizers]
         for optimizer in optimizers:
             optimizer.state.clear()
-        self.mesh_strategy.setup(loop.trainer)
+        # A loop has no step that one process could run as well. The strategy may serve a Trainer later.
+        with patched(self.mesh_strategy, "verify", "off"):
+            self.mesh_strategy.setup(loop.trainer)
         for optimizer, state in zip(optimizers, states):
             if state is not None:
                 self._load_optimizer(optimizer, state)
@@ -308,15 +310,19 @@ class FabricMesh(DDPStrategy):
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = self.mesh_strategy.optimizer_state(optimizer)
-        for values in state.get("state", {}).values():
-            self._share(values)
+        entries = state.get("state", {})
+        # In one dict, so that small tensors of all parameters share messages.
+        values = {(index, key): value for index, entry in entries.items() for key, value in entry.items()}
+        self._share(values)
+        for (index, key), value in values.items():
+            entries[index][key] = value
         return state
 
     @override
     def load_checkpoint(
         self, path: PathLike, state: Optional[Any] = None, strict: bool = True, weights_only: Optional[bool] = None
     ) -> dict[str, Any]:
-        load = partial(super().load_checkpoint, path, strict=strict, **_if_given(weights_only))
+        load = partial(super().load_checkpoint, path, strict=strict, weights_only=weights_only)
         if isinstance(state, Optimizer):
             self._load_optimizer(state, load(state=None))
             return {}
@@ -338,11 +344,6 @@ class FabricMesh(DDPStrategy):
             strategy.load_optimizer_state_dict({"optimizer_states": [state]})
         finally:
             strategy.optimizers = before
-
-
-def _if_given(weights_only: bool | None) -> dict[str, Any]:
-    # Lightning before 2.6 has no such argument.
-    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 class _Loads:

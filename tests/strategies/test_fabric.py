@@ -120,10 +120,12 @@ LAYOUTS = {
 def check_layout(group, layout, folder):
     one, saved = expected(folder)
     comm.barrier(group)
-    fabric = Fabric(accelerator="cpu", devices=group.size, strategy=HybridParallelStrategy(**LAYOUTS[layout]))
+    strategy = HybridParallelStrategy(**LAYOUTS[layout])
+    fabric = Fabric(accelerator="cpu", devices=group.size, strategy=strategy)
     path = Path(folder) / "ranks.ckpt"
     found = train(fabric, path, saved)
     assert found == pytest.approx(one, abs=1e-9)
+    assert strategy.verify == "auto", "a Trainer that gets the strategy later checks its steps"
     if group.rank == 0:
         mine, theirs = torch.load(path), torch.load(saved)
         assert mine["model"].keys() == theirs["model"].keys()

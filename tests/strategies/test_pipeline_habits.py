@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies.steps import weights
+from lightning_parallel.pipeline import measure
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline_models import Rows
@@ -221,7 +221,7 @@ def test_equals_one_process(group, kind, schedule):
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, schedule=schedule)
     # As if the model were large, for half of the losses over tokens.
-    with patched(weights, "LARGE_BYTES", -1) if kind in (AlikeInSamples, Masked) else nullcontext():
+    with patched(measure, "LARGE_BYTES", -1) if kind in (AlikeInSamples, Masked) else nullcontext():
         module, trainer = train(kind, strategy, 2)
     full = strategy.lightning_module_state_dict()
     torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)

@@ -32,7 +32,7 @@ from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import tell
 from lightning_parallel.compat.torch import pytree, seed_torch
 from lightning_parallel.pipeline.layer_stack import LayerStack
-from lightning_parallel.pipeline.measure import LARGE_BYTES, TruncatedModel
+from lightning_parallel.pipeline.measure import TruncatedModel, is_large
 from lightning_parallel.pipeline.microbatch import (
     UNCOUNTED,
     SplitBatch,
@@ -282,13 +282,13 @@ class _MeanCheck:
         device: torch.device,
         step: Callable[[Any], Any],
         split: SplitBatch,
-        is_large: bool,
+        tries_single: bool,
     ) -> None:
         self.module = module
         self.step = step
         self.split = split
         self.num_bytes = 0
-        self._ways = _WAYS if is_large else _WAYS[1:]
+        self._ways = _WAYS if tries_single else _WAYS[1:]
         # A single probe: a new one would take over the calls of the model's layers.
         self._probe = _Probe(module, LayerStack.at(module, plan.container), device)
 
@@ -421,10 +421,7 @@ def find_microbatch_weight(
         ValueError: If no weight counts the samples of a microbatch.
     """
     ParallelState.of(module).copies_in_doubt = None
-    is_large = sum(parameter.nbytes for parameter in module.parameters()) > LARGE_BYTES
-    # Shards may differ in size, but all ranks try the same precisions.
-    is_large = comm.on_any_rank([is_large], world)[0]
-    check, given = _MeanCheck(module, plan, device, step, split, is_large), weight
+    check, given = _MeanCheck(module, plan, device, step, split, is_large(module, world)), weight
     # Run two microbatches at a time: a device that trains on one may have no room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
     rules = _rules(weight, batch, pairs[0], world)
